@@ -100,6 +100,7 @@ class Options:
         accumulate: add into the given dkv.
         block_tile: tile hint, 64 or 128.
         q_cluster_mode: how neighbouring queries share keys.
+        out_dtype, dkv_dtype: what to write where the caller gives no such output; None is the dtype of q.
         strided_inputs, strided_outputs: whether this caller normalises non-contiguous inputs, stages outputs.
     """
 
@@ -111,6 +112,8 @@ class Options:
     accumulate: bool = False
     block_tile: int = 64
     q_cluster_mode: str = "off"
+    out_dtype: str | None = None
+    dkv_dtype: str | None = None
     strided_inputs: bool = False
     strided_outputs: bool = False
 
@@ -173,11 +176,13 @@ class Problem:
         )  # fmt: skip
 
     def check_same_plan(self, planned: Problem) -> None:
-        """Raise ``ContractError`` unless this call differs from ``planned`` in nothing that its samples fixed.
+        """Raise ``ContractError`` where this call differs from ``planned`` in more than S_q and S_kv.
 
-        Open are S_q, S_kv, the dtype of dkv and ``accumulate``, which an execution chooses.
+        ``accumulate`` is an argument of the execution. So is the dtype of a forward's outputs, which have no samples.
         """
         for field, (argument, meaning) in _PLAN_FIELDS.items():
+            if self.direction == "forward" and argument in ("out", "lse") and meaning == "dtype":
+                continue
             want, got = getattr(planned, field), getattr(self, field)
             if want != got:
                 raise ContractError(argument, f"{meaning} as in the plan's samples ({want})", str(got))
@@ -194,6 +199,7 @@ _PLAN_FIELDS = {
     "stat_dtype": ("lse", "dtype"),
     "sink_dtype": ("attn_sink", "dtype"),
     "delta_dtype": ("delta", "dtype"),
+    "dkv_dtype": ("dkv", "dtype"),
     "has_topk_length": ("topk_length", "presence"),
     "device": ("q", "device"),
 }
@@ -334,11 +340,11 @@ def _problem(given: Mapping[str, TensorSpec], dims: Dims, options: Options) -> P
         head_dim_v=dims["D_v"],
         topk=dims["K"],
         dtype=element,
-        out_dtype=dtype_of("out") or element,
+        out_dtype=dtype_of("out") or options.out_dtype or element,
         stat_dtype=dtype_of("lse") or ("float64" if element == "float64" else "float32"),
         sink_dtype=dtype_of("attn_sink"),
         delta_dtype=dtype_of("delta"),
-        dkv_dtype=dtype_of("dkv") or element,
+        dkv_dtype=dtype_of("dkv") or options.dkv_dtype or element,
         has_topk_length="topk_length" in given,
         deterministic=options.deterministic,
         accumulate=options.accumulate,
