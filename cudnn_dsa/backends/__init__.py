@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Name -> module.
 MODULES = {
+    "cpu": "cudnn_dsa.backends.cpu",
     "reference": "cudnn_dsa.backends.reference",
 }
 # What backend="auto" tries, best first, by the major compute capability of the device.
