@@ -62,16 +62,16 @@ def as_text(plan: Plan, results: list[Result]) -> str:
             "",
             f"ms: median of {plan.rounds} rounds, round-robin. ratio: times faster than plain PyTorch (gather, einsum,",
             "softmax, autograd) in this run. peak: memory of one forward and backward beyond the inputs.",
-            "error: largest relative L2 error of out, dq, dkv, d_sink on a few queries against float64; a backend's bound",
-            f"is {ERROR_BOUNDS[plan.dtype]:.0e}.",
+            "error: largest relative L2 error of out, dq, dkv, d_sink on a few queries against float64; a backend's",
+            f"bound is {ERROR_BOUNDS[plan.dtype]:.0e}.",
         ]
     )
 
 
 COLUMNS = (
     "shape", "s_q", "s_kv", "heads", "head_dim", "head_dim_v", "topk", "dtype", "device", "machine", "side",
-    "direction", "rounds", "ms_median", "ms_min", "ms_max", "gflops", "ratio_to_plain", "peak_bytes", "relative_l2_error",
-    "cudnn_dsa", "torch",
+    "direction", "rounds", "ms_median", "ms_min", "ms_max", "gflops", "ratio_to_plain", "peak_bytes",
+    "relative_l2_error", "cudnn_dsa", "torch",
 )  # fmt: skip
 
 
@@ -121,9 +121,8 @@ def draw(plt: Any, path: Path, plan: Plan, results: list[Result]) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(sides))
     title = f"DeepSeek sparse attention, {plan.dtype}, {machine(plan)}"
-    figure.suptitle(
-        f"{title}\nmedian of {plan.rounds} rounds; on the bars: times faster than plain PyTorch", fontsize=11
-    )
+    method = f"median of {plan.rounds} rounds; on the bars: times faster than plain PyTorch"
+    figure.suptitle(f"{title}\n{method}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
