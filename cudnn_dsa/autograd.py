@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cudnn_dsa import ops
+from cudnn_dsa.contracts import ContractError
 
 
 def sparse_attention(
@@ -48,8 +49,12 @@ def sparse_attention(
         ContractError: shape, dtype, device, head_dim, range. RuntimeError: no backend for the device; a second
         derivative.
     """
+    tensors = {"q": q, "kv": kv, "topk_idxs": topk_idxs, "attn_sink": attn_sink, "topk_length": topk_length}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv", "topk_idxs")):
+            raise ContractError(name, "a tensor", type(x).__name__)
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, kv = (_autocast(x, torch.get_autocast_dtype(device_type)) for x in (q, kv))
     differentiable = (q, kv) if attn_sink is None else (q, kv, attn_sink)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)

@@ -21,7 +21,7 @@ def lse_without_sink(lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor
 
     Returns:
         (S_q, H), computed in fp64, in the dtype of lse; -inf where the sink holds all of the mass. Where the keys hold
-        a small share f of it, the result has an absolute error of about eps(lse) * |lse| / f: prefer a forward that
+        a small share f of it, the absolute error is about that of the given lse divided by f: prefer a forward that
         returns the lse of the keys.
     """
     with_sink, sink = lse.double(), attn_sink.double()

@@ -18,7 +18,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from cudnn_dsa.contracts.errors import UnsupportedError
+from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
 from cudnn_dsa.contracts.sparse_attention import Problem
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Name -> module.
 MODULES = {
+    "cpu": "cudnn_dsa.backends.cpu",
     "reference": "cudnn_dsa.backends.reference",
 }
 # What backend="auto" tries, best first, by the major compute capability of the device.
@@ -112,9 +113,12 @@ def select(problem: Problem) -> Backend:
     """The backend that runs the problem.
 
     Raises:
+        ContractError: the tensors are on the meta device, without data.
         RuntimeError: none of the candidates can run on this device.
         UnsupportedError: one can, but not this problem (a mode it lacks).
     """
+    if problem.device_type == "meta":
+        raise ContractError("q", "a device with memory", problem.device)
     here: dict[str, str] = {}
     refused: dict[str, str] = {}
     for name in candidates(problem):

@@ -246,7 +246,8 @@ def check(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
             check_shape(argument.name, spec, argument.shape, dims)
             check_dtype(argument.name, spec, _allowed_dtypes(argument.dtype, q.dtype))
             check_device(argument.name, spec, "q", q)
-    check_range("kv", dims["S_kv"], high=INT32_MAX, hint="S_kv: topk_idxs is int32")
+    if isinstance(dims["S_kv"], int):  # a symbolic size is left as free as it is, and checked when it is known
+        check_range("kv", dims["S_kv"], high=INT32_MAX, hint="S_kv: topk_idxs is int32")
     _check_companions(given, options)
     for argument in table:
         spec = given.get(argument.name)
@@ -285,7 +286,9 @@ def _check_options(options: Options) -> None:
 def _check_q_device(q: TensorSpec, backend: str) -> None:
     if backend == "reference":
         return
-    if backend == "cpu" and q.device_type not in ("cpu", "meta"):
+    if q.device_type == "meta":  # shapes without data, for tracing: fine to check, and nothing selects a backend for it
+        return
+    if backend == "cpu" and q.device_type != "cpu":
         raise ContractError("q", "device cpu (backend 'cpu')", q.device)
     if backend not in WIDE_BACKENDS and q.device_type != "cuda":
         hint = "backend='cpu' or cudnn_dsa.sparse_attention() run on the CPU"

@@ -263,7 +263,7 @@ def gradient_errors(name: str, case: Case, got: tuple, delta: torch.Tensor | Non
 
 
 def assert_gradients(name: str, case: Case, got: tuple, delta: torch.Tensor | None = None, limit: float = 0) -> None:
-    """(dq, dkv, d_sink) are as close to the kernel's oracle as the contract asks, or as ``limit`` where it is larger."""
+    """(dq, dkv, d_sink) are as close to the kernel's oracle as the contract asks, or ``limit`` where that is larger."""
     limit = max(limit, bound(name, case.q.dtype))
     for (key, error), tensor in zip(gradient_errors(name, case, got, delta).items(), got, strict=False):
         # An fp64 problem may ask for a result in fp32, which rounds at 6e-8.
