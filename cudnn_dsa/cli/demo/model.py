@@ -89,7 +89,7 @@ class LightningIndexer(nn.Module):
         q = rotate(self.query(x).view(batch, length, self.heads, self.dim), positions[:, None])
         k = rotate(self.key_norm(self.key(x)), positions)
         w = self.weight(x).float() * (self.heads * self.dim) ** -0.5
-        scores = torch.einsum("btjs,btj->bts", torch.einsum("btjd,bsd->btjs", q, k).relu().float(), w)
+        scores = (torch.einsum("btjd,bsd->btjs", q, k).relu() * w[..., None]).sum(2)
         return scores.masked_fill(positions > positions[:, None], -torch.inf)
 
 
