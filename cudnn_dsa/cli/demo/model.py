@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ import cudnn_dsa
 ROTARY_BASE = 10000.0
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Sizes of the model.
 
     D = latent + rotary and D_v = latent are the operator's head_dim and head_dim_v; ``nope`` and ``value`` are a head's
