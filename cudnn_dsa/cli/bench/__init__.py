@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1... (default: cuda where a CUDA backend runs, else cpu)")
     parser.add_argument("--dtype", choices=WIDE_DTYPES, default="bfloat16")
     parser.add_argument("--s-q", type=_positive, help="queries (default: as many of 4096 as time and memory allow)")
-    parser.add_argument("--s-kv", type=_positive, help="keys (default: 8192)")
+    parser.add_argument("--s-kv", type=_positive, help="keys (default: 8192, fewer with fewer queries)")
     parser.add_argument("--heads", type=_positive, help="instead of the shape's own number of query heads")
     parser.add_argument("--topk", type=_positive, help="instead of the shape's own number of selected keys")
     parser.add_argument("--rounds", type=_positive, default=5, help="times each side is timed (default: 5)")

@@ -52,7 +52,7 @@ def as_text(plan: Plan, results: list[Result]) -> str:
             rows.append(cells)
         shape = case.shape
         sizes = f"S_q {case.s_q}, S_kv {case.s_kv}, H {shape.heads}, D {shape.head_dim}, K {shape.topk}"
-        notes.append(f"{shape.name}: {sizes}" + (f"; scaled down: {case.scaled}" if case.scaled else ""))
+        notes.append(f"{shape.name}: {sizes}" + (f"\n    scaled down: {case.scaled}" if case.scaled else ""))
     return "\n".join(
         [
             f"cudnn_dsa {__version__}, torch {torch.__version__}, {plan.dtype} on {machine(plan)}",

@@ -8,6 +8,7 @@ allows.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print that it starts and stops
     from cudnn_dsa.cli.demo import session
 
     if args.steps < 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ import cudnn_dsa
 ROTARY_BASE = 10000.0
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Sizes of the model.
 
     D = latent + rotary and D_v = latent are the operator's head_dim and head_dim_v; ``nope`` and ``value`` are a head's
@@ -89,7 +88,7 @@ class LightningIndexer(nn.Module):
         q = rotate(self.query(x).view(batch, length, self.heads, self.dim), positions[:, None])
         k = rotate(self.key_norm(self.key(x)), positions)
         w = self.weight(x).float() * (self.heads * self.dim) ** -0.5
-        scores = torch.einsum("btjs,btj->bts", torch.einsum("btjd,bsd->btjs", q, k).relu().float(), w)
+        scores = (torch.einsum("btjd,bsd->btjs", q, k).relu() * w[..., None]).sum(2)
         return scores.masked_fill(positions > positions[:, None], -torch.inf)
 
 

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from cudnn_dsa.cli.demo.model import LanguageModel, Selection, select
 from cudnn_dsa.cli.demo.text import Text
 
-PEAK_RATE = 3e-3
+PEAK_RATE = 5e-3
+INDEXER_PEAK_RATE = 3e-3
 CLIP = 1.0
 EVALUATION_ROWS = 8
 # Part of a training step -> the profiler's name of it.
@@ -64,8 +65,11 @@ class Trainer:
     def __init__(self, model: LanguageModel, text: Text, run: Run):
         self.model, self.text, self.run = model, text, run
         self.generator = torch.Generator().manual_seed(run.seed)
-        parameters = [{"params": model.main_parameters()}, {"params": model.indexer_parameters()}]
-        self.optimiser = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+        groups = [
+            {"params": model.main_parameters(), "lr": PEAK_RATE},
+            {"params": model.indexer_parameters(), "lr": INDEXER_PEAK_RATE},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: rate(step, run.steps))
         held_out = torch.Generator().manual_seed(run.seed + 1)
         self.held_out = self._batch(text.held_out, EVALUATION_ROWS, held_out)
