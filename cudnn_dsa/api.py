@@ -15,7 +15,7 @@ import torch
 
 from cudnn_dsa import backends, interface
 from cudnn_dsa.contracts.sparse_attention import Options, Problem
-from cudnn_dsa.interface import PLAN, WRAPPER, Gradients, Launch, Outputs, resolve_deterministic, run
+from cudnn_dsa.interface import Gradients, Launch, Outputs, resolve_deterministic, run
 
 
 class _Plan:
@@ -47,15 +47,18 @@ class _Plan:
         problem = self._checked()
         return backends.select(problem).workspace_bytes(problem)
 
-    def _for_execution(self, planned: Problem, softmax_scale: float | None) -> Options:
+    def _for_execution(self, planned: Problem, softmax_scale: float | None, accumulate: bool = False) -> Options:
+        if softmax_scale is None and not accumulate and self._options.dkv_dtype == planned.dkv_dtype:
+            return self._options
         scale = self._options.softmax_scale if softmax_scale is None else softmax_scale
-        return replace(self._options, softmax_scale=scale, dkv_dtype=planned.dkv_dtype)
+        return replace(self._options, softmax_scale=scale, accumulate=accumulate, dkv_dtype=planned.dkv_dtype)
 
     def _checked(self) -> Problem:
         if self._problem is None:
-            problem, _ = interface.gate(self._samples, self._options, PLAN)
+            problem = interface.gate(self._samples, self._options)
             backends.select(problem)
             self._problem = problem
+            self._options = replace(self._options, dkv_dtype=problem.dkv_dtype)
         return self._problem
 
 
@@ -142,8 +145,8 @@ class SparseAttentionBackward(_Plan):
             "q": q, "kv": kv, "out": out, "dout": dout, "lse": lse, "attn_sink": attn_sink, "topk_idxs": topk_idxs,
             "topk_length": topk_length, "delta": delta, "dq": dq, "dkv": dkv, "d_sink": d_sink,
         }  # fmt: skip
-        options = replace(self._for_execution(planned, softmax_scale), accumulate=accumulate)
-        return cast(Gradients, run(tensors, options, Launch(PLAN, current_stream, workspace, planned)))
+        options = self._for_execution(planned, softmax_scale, accumulate)
+        return cast(Gradients, run(tensors, options, Launch(current_stream, workspace, planned)))
 
     __call__ = execute
 
@@ -193,7 +196,7 @@ class SparseAttentionForward(_Plan):
             "lse": lse,
         }  # fmt: skip
         options = self._for_execution(planned, softmax_scale)
-        return cast(Outputs, run(tensors, options, Launch(PLAN, current_stream, None, planned)))
+        return cast(Outputs, run(tensors, options, Launch(current_stream, None, planned)))
 
     __call__ = execute
 
@@ -237,8 +240,9 @@ def sparse_attention_backward_wrapper(
         accumulate=accumulate,
         block_tile=block_tile,
         q_cluster_mode=q_cluster_mode,
+        layout="wrapper",
     )
-    return cast(Gradients, run(tensors, options, Launch(WRAPPER, stream, workspace)))
+    return cast(Gradients, run(tensors, options, Launch(stream, workspace)))
 
 
 def sparse_attention_forward_wrapper(
@@ -258,8 +262,8 @@ def sparse_attention_forward_wrapper(
         "q": q, "kv": kv, "topk_idxs": topk_idxs, "attn_sink": attn_sink, "topk_length": topk_length, "out": None,
         "lse": None,
     }  # fmt: skip
-    options = Options("forward", backend=backend, head_dim_v=head_dim_v, softmax_scale=softmax_scale)
-    return cast(Outputs, run(tensors, options, Launch(WRAPPER, stream)))
+    options = Options("forward", backend, head_dim_v, softmax_scale, layout="wrapper")
+    return cast(Outputs, run(tensors, options, Launch(stream)))
 
 
 # `from cudnn_dsa import DSA` stands where code had `from cudnn import DSA`.

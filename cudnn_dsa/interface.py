@@ -1,14 +1,14 @@
 """The runtime interface: check, normalise, allocate, launch, all on one resolved stream.
 
 ``sparse_attention_backward`` and ``sparse_attention_forward`` are what the plans, the wrappers and the operators call,
-and may be called directly. They differ from their callers in layout alone (see ``Layout``).
+and may be called directly. Callers differ in the layouts that they take (``contracts.sparse_attention.LAYOUTS``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +17,16 @@ from cudnn_dsa import backends, verify
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts import TensorSpec, describe
 from cudnn_dsa.contracts.errors import ContractError
-from cudnn_dsa.contracts.sparse_attention import ARGUMENTS, Options, Problem, check, check_workspace
+from cudnn_dsa.contracts.rules import reach
+from cudnn_dsa.contracts.sparse_attention import (
+    ARGUMENTS,
+    Options,
+    Problem,
+    check,
+    check_aliases,
+    check_properties,
+    check_workspace,
+)
 from cudnn_dsa.streams import launch_scope
 
 logger = logging.getLogger(__name__)
@@ -62,18 +71,6 @@ class Outputs(_StringKeys, _Outputs):
     __slots__ = ()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a caller does with tensors that are not contiguous."""
-
-    normalise_inputs: bool
-    stage_outputs: bool
-
-
-PLAN = Layout(normalise_inputs=False, stage_outputs=False)  # a plan's layout is fixed when it is made
-INTERFACE = Layout(normalise_inputs=True, stage_outputs=False)
-WRAPPER = Layout(normalise_inputs=True, stage_outputs=True)
-
 Tensors = Mapping[str, torch.Tensor | None]
 
 
@@ -93,11 +90,59 @@ def resolve_deterministic(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
 
 
-def gate(tensors: Mapping[str, Any], options: Options, layout: Layout) -> tuple[Problem, dict[str, TensorSpec | None]]:
+@dataclass(frozen=True)
+class _Verdict:
+    """A call that passed, and the bytes that each of its tensors spans."""
+
+    problem: Problem
+    reach: dict[str, int]
+
+
+# A whole check costs a few times what a kernel launch does, and a training loop repeats its calls: what does not depend
+# on addresses is remembered by exactly what it depends on. Emptied when full; a lost or doubled entry costs a check.
+_verdicts: dict[tuple, _Verdict] = {}
+_VERDICTS_KEPT = 1024
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # fake and other subclasses may have symbolic sizes
+
+
+def gate(tensors: Mapping[str, Any], options: Options) -> Problem:
     """Every rule of the contract, applied to real, meta or fake tensors (or specs). Nothing is launched."""
-    specs = describe_all(tensors)
-    options = replace(options, strided_inputs=layout.normalise_inputs, strided_outputs=layout.stage_outputs)
-    return check(specs, options), specs
+    entries: list[Any] = [options, *tensors]
+    for tensor in tensors.values():
+        if tensor is None:
+            entries.append(None)
+        elif type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
+            entries += (tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
+        else:
+            return check(describe_all(tensors), options)
+    key = tuple(entries)
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        specs = describe_all(tensors)
+        verdict = _Verdict(
+            check_properties(specs, options), {name: reach(spec) for name, spec in specs.items() if spec is not None}
+        )
+        if len(_verdicts) >= _VERDICTS_KEPT:
+            _verdicts.clear()
+        _verdicts[key] = verdict
+    if _may_alias(tensors, verdict):
+        check_aliases(describe_all(tensors), options.direction)
+    return verdict.problem
+
+
+def _may_alias(tensors: Mapping[str, Any], verdict: _Verdict) -> bool:
+    """Whether address ranges of an output and of another tensor meet; views that interleave are for the full check."""
+    spans = {}
+    for name, length in verdict.reach.items():
+        start = tensors[name].data_ptr()
+        if length and start:  # meta tensors have no address
+            spans[name] = (start, start + length)
+    for argument in ARGUMENTS[verdict.problem.direction]:
+        if argument.output and argument.name in spans:
+            start, end = spans.pop(argument.name)
+            if any(start < other_end and other_start < end for other_start, other_end in spans.values()):
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -105,13 +150,11 @@ class Launch:
     """How an execution runs: what is neither a tensor of the operator nor a matter of its contract.
 
     Attributes:
-        layout: what to do with tensors that are not contiguous.
         stream: see :func:`cudnn_dsa.streams.resolve_stream`.
         workspace: the caller's scratch memory, or None.
         planned: the problem of the plan that executes, which fixes all but S_q and S_kv; None outside a plan.
     """
 
-    layout: Layout = INTERFACE
     stream: Any = None
     workspace: torch.Tensor | None = None
     planned: Problem | None = None
@@ -122,16 +165,16 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
 
     Args:
         tensors: by argument name, outputs included; None for what is not given.
-        options: the rest of the contract; its layout flags are set from ``launch.layout``.
+        options: the rest of the contract.
         launch: how to run it.
     """
-    problem, specs = gate(tensors, options, launch.layout)
+    problem = gate(tensors, options)
     if launch.planned is not None:
         problem.check_same_plan(launch.planned)
     backend = backends.select(problem)
     needed = backend.workspace_bytes(problem)
     if launch.workspace is not None:
-        _check_workspace(launch.workspace, needed, specs)
+        _check_workspace(launch.workspace, needed, tensors)
 
     device = torch.device(problem.device)
     scale = problem.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -223,9 +266,9 @@ def sparse_attention_backward(
     }  # fmt: skip
     options = Options(
         "backward", backend, head_dim_v, softmax_scale, resolve_deterministic(deterministic), accumulate, block_tile,
-        q_cluster_mode,
+        q_cluster_mode, layout="interface",
     )  # fmt: skip
-    return cast(Gradients, run(tensors, options, Launch(INTERFACE, one_stream(stream, current_stream), workspace)))
+    return cast(Gradients, run(tensors, options, Launch(one_stream(stream, current_stream), workspace)))
 
 
 def sparse_attention_forward(
@@ -253,8 +296,8 @@ def sparse_attention_forward(
         "q": q, "kv": kv, "topk_idxs": topk_idxs, "attn_sink": attn_sink, "topk_length": topk_length, "out": out,
         "lse": lse,
     }  # fmt: skip
-    options = Options("forward", backend, head_dim_v, softmax_scale)
-    return cast(Outputs, run(tensors, options, Launch(INTERFACE, one_stream(stream, current_stream), workspace)))
+    options = Options("forward", backend, head_dim_v, softmax_scale, layout="interface")
+    return cast(Outputs, run(tensors, options, Launch(one_stream(stream, current_stream), workspace)))
 
 
 def one_stream(stream: Any, current_stream: Any) -> Any:
@@ -264,15 +307,15 @@ def one_stream(stream: Any, current_stream: Any) -> Any:
     return current_stream if stream is None else stream
 
 
-def _check_workspace(workspace: torch.Tensor, needed: int, specs: dict[str, TensorSpec | None]) -> None:
-    given = {name: spec for name, spec in specs.items() if spec is not None}
+def _check_workspace(workspace: torch.Tensor, needed: int, tensors: Tensors) -> None:
+    given = {name: spec for name, spec in describe_all(tensors).items() if spec is not None}
     spec = describe_all({"workspace": workspace})["workspace"]
     assert spec is not None
     check_workspace(spec, needed, given["q"], given)
 
 
 def _input(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().contiguous()
+    return None if tensor is None else tensor.contiguous()
 
 
 def _output(name: str, given: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ import torch
 
 from cudnn_dsa import interface
 from cudnn_dsa.contracts.sparse_attention import Options
-from cudnn_dsa.interface import WRAPPER, Gradients, Launch, Outputs
+from cudnn_dsa.interface import Gradients, Launch, Outputs
 
 torch.library.define(
     "cudnn_dsa::forward_out",
@@ -67,6 +67,7 @@ def _forward_arguments(
         head_dim_v=head_dim_v,
         softmax_scale=softmax_scale,
         out_dtype="float32" if widen else None,
+        layout="wrapper",
     )
     return tensors, options, widen
 
@@ -92,7 +93,7 @@ def sparse_attention_forward(
     tensors, options, widen = _forward_arguments(
         q, kv, topk_idxs, attn_sink, topk_length, softmax_scale, head_dim_v, save_for_backward, backend
     )
-    out, lse = cast(Outputs, interface.run(tensors, options, Launch(WRAPPER)))
+    out, lse = cast(Outputs, interface.run(tensors, options, Launch()))
     if widen:
         return out.to(q.dtype), lse, out
     return out, lse, out.new_empty(0)
@@ -106,7 +107,7 @@ def _(
     tensors, options, widen = _forward_arguments(
         q, kv, topk_idxs, attn_sink, topk_length, softmax_scale, head_dim_v, save_for_backward, backend
     )
-    problem, _ = interface.gate(tensors, options, WRAPPER)
+    problem = interface.gate(tensors, options)
     shapes = interface.output_shapes(problem)
     (out_shape, wide_dtype), (lse_shape, lse_dtype) = shapes["out"], shapes["lse"]
     wide = q.new_empty(out_shape, dtype=wide_dtype) if widen else q.new_empty(0)
@@ -138,6 +139,7 @@ def _backward_arguments(
         head_dim_v=head_dim_v,
         softmax_scale=softmax_scale,
         deterministic=interface.resolve_deterministic(deterministic),
+        layout="wrapper",
     )
     return tensors, options
 
@@ -163,7 +165,7 @@ def sparse_attention_backward(
         q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, delta, softmax_scale, head_dim_v, deterministic,
         backend,
     )  # fmt: skip
-    dq, dkv, d_sink = cast(Gradients, interface.run(tensors, options, Launch(WRAPPER)))
+    dq, dkv, d_sink = cast(Gradients, interface.run(tensors, options, Launch()))
     return dq, dkv, lse.new_empty(0) if d_sink is None else d_sink
 
 
@@ -175,6 +177,6 @@ def _(
         q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, delta, softmax_scale, head_dim_v, deterministic,
         backend,
     )  # fmt: skip
-    problem, _ = interface.gate(tensors, options, WRAPPER)
+    problem = interface.gate(tensors, options)
     shapes = interface.output_shapes(problem)
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in shapes.values())

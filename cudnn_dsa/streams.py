@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def launch_scope(
     Yields:
         The resolved stream, None off CUDA.
     """
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    autocast = torch.is_autocast_enabled(device.type)  # asked first: entering the context costs as much as a launch
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         if device.type != "cuda":
             yield None
             return

@@ -42,6 +42,7 @@ constexpr int64_t kKeySegment = 6 * kKeyTile;  // keys scored at once; passes an
 constexpr int64_t kKeyRanges = 16;         // parts of the kv rows that lists are partitioned into
 constexpr int64_t kChunkBytes = 8 << 20;   // p and ds of one chunk
 constexpr int64_t kCacheLine = 64;
+constexpr int64_t kRowsAhead = 4;          // distance at which gathered rows are prefetched
 
 // Row length that is a whole number of vectors and an odd number of cache lines, so that the rows of a tile do not all
 // fall into the same few sets of the cache.
@@ -49,6 +50,10 @@ template <class T>
 constexpr int64_t row_length(int64_t n) {
   constexpr int64_t line = kCacheLine / sizeof(T);
   return (round_up(n, line) / line | 1) * line;
+}
+
+inline void prefetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
 template <class F>
@@ -123,7 +128,13 @@ class Attention {
 
   // dst (count, ld) = columns [c0, c0 + n) of the given rows of kv.
   void gather(T* dst, int64_t ld, const int32_t* rows, int64_t count, int64_t c0, int64_t n) const {
-    for (int64_t j = 0; j < count; ++j) load_row(dst + j * ld, at(p.kv, rows[j] * p.head_dim + c0), p.kv.dtype, n);
+    const int64_t bytes = n * element_size(p.kv.dtype);
+    const auto row = [&](int64_t j) { return at(p.kv, rows[j] * p.head_dim + c0); };
+    for (int64_t j = 0; j < count; ++j) {
+      // No hardware prefetcher guesses the next row.
+      if (j + kRowsAhead < count) prefetch(row(j + kRowsAhead), bytes);
+      load_row(dst + j * ld, row(j), p.kv.dtype, n);
+    }
   }
 
   // dst (count, heads) = gathered rows' first `depth` columns x transposed (depth, heads).
@@ -475,10 +486,11 @@ class Backward : Attention<T> {
   template <int kRows, int kVectors>
   void add_to_dkv(int64_t g, int64_t k, int64_t c0, int64_t n, bool has_value, const Scratch<T>& s) {
     using V = Vec<T>;
+    const int32_t* const rows = lists + g * p.topk + k;
+    for (int m = 0; m < kRows; ++m) prefetch(dkv + rows[m] * p.head_dim + c0, n * sizeof(T));
     V acc[kRows][kVectors] = {};
     multiply<T, kRows, kVectors>(acc, p.heads, {weights_ds + slot(g, k), heads, 1}, s.q, kPanel<T>);
     if (has_value) multiply<T, kRows, kVectors>(acc, p.heads, {weights_p + slot(g, k), heads, 1}, s.dout, kPanel<T>);
-    const int32_t* const rows = lists + g * p.topk + k;
     if (n == kVectors * kLanes<T>) {
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {

@@ -1,5 +1,6 @@
 // The one matrix product of these kernels, C (+)= A B: A's elements are broadcast, B's are loaded as vectors, a tile of C
-// stays in registers. Every element of C is one chain of multiply-adds in the order of k, whatever tile it falls in.
+// stays in registers. Every element of C is one chain of multiply-adds in the order of k, from zero,
+// whatever tile it falls in; splitting k into calls that add therefore rounds less.
 #pragma once
 
 #include "vector.h"
@@ -44,6 +45,16 @@ inline __attribute__((always_inline)) void multiply(Vec<T> (&acc)[kRows][kVector
   }
 }
 
+// acc += the tile of C at c.
+template <class T, int kRows, int kVectors>
+inline __attribute__((always_inline)) void add_tile(Vec<T> (&acc)[kRows][kVectors], const T* c, int64_t c_row) {
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) acc[m][n] += load<Vec<T>>(c + m * c_row + n * kLanes<T>);
+  }
+}
+
 // Call tile(std::integral_constant<int, rows>, std::integral_constant<int, vectors>) with the given sizes as constants.
 template <int kRows = kTileRows, int kVectors = kTileVectors, class F>
 inline void with_tile(int64_t rows, int64_t vectors, F tile) {
@@ -66,15 +77,9 @@ void gemm(int64_t rows, int64_t columns, int64_t k, Left<T> a, const T* b, int64
       with_tile(smaller(rows - m0, kTileRows), vectors, [&](auto row_count, auto vector_count) {
         constexpr int kRows = decltype(row_count)::value, kVectors = decltype(vector_count)::value;
         T* const tile = c + m0 * c_row + n0;
-        Vec<T> acc[kRows][kVectors];
-#pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 4
-          for (int n = 0; n < kVectors; ++n) {
-            acc[m][n] = add ? load<Vec<T>>(tile + m * c_row + n * kLanes<T>) : Vec<T>{};
-          }
-        }
+        Vec<T> acc[kRows][kVectors] = {};
         multiply<T, kRows, kVectors>(acc, k, {a.data + m0 * a.row, a.row, a.step}, b + n0, b_step);
+        if (add) add_tile<T, kRows, kVectors>(acc, tile, c_row);
 #pragma GCC unroll 8
         for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 4

@@ -126,7 +126,7 @@ def may_overlap(a: TensorSpec, b: TensorSpec) -> bool:
     """
     if a.device != b.device or a.address is None or b.address is None or a.numel == 0 or b.numel == 0:
         return False
-    if a.address + _reach(a) <= b.address or b.address + _reach(b) <= a.address:
+    if a.address + reach(a) <= b.address or b.address + reach(b) <= a.address:
         return False
     run_a, pitch_a = _inner_run(a)
     run_b, pitch_b = _inner_run(b)
@@ -137,8 +137,10 @@ def may_overlap(a: TensorSpec, b: TensorSpec) -> bool:
     return gap < run_a or pitch - gap < run_b
 
 
-def _reach(spec: TensorSpec) -> int:
-    """Bytes from the first element to the end of the last."""
+def reach(spec: TensorSpec) -> int:
+    """Bytes from the first element to the end of the last; 0 for an empty array."""
+    if spec.numel == 0:
+        return 0
     strides = spec.strides or ()
     return (sum((n - 1) * abs(s) for n, s in zip(spec.shape, strides, strict=True)) + 1) * spec.itemsize
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from cudnn_dsa.contracts.errors import ContractError
@@ -36,6 +37,9 @@ CUDA_BACKENDS = ("sm100", "sm90", "triton", "cudnn")
 BACKENDS = ("auto", *CUDA_BACKENDS, *WIDE_BACKENDS)
 BLOCK_TILES = (64, 128)
 Q_CLUSTER_MODES = ("off", "adaptive_pair")
+# Who calls -> (takes strided inputs, takes strided outputs). A plan's layout is fixed when it is made; the interface
+# copies strided inputs; the wrappers and the operators also stage outputs.
+LAYOUTS = {"plan": (False, False), "interface": (True, False), "wrapper": (True, True)}
 WORKSPACE_ALIGNMENT = 256
 INT32_MAX = 2**31 - 1
 
@@ -101,7 +105,7 @@ class Options:
         block_tile: tile hint, 64 or 128.
         q_cluster_mode: how neighbouring queries share keys.
         out_dtype, dkv_dtype: what to write where the caller gives no such output; None is the dtype of q.
-        strided_inputs, strided_outputs: whether this caller normalises non-contiguous inputs, stages outputs.
+        layout: who calls, a name of ``LAYOUTS``: which tensors may be strided.
     """
 
     direction: str = "backward"
@@ -114,8 +118,7 @@ class Options:
     q_cluster_mode: str = "off"
     out_dtype: str | None = None
     dkv_dtype: str | None = None
-    strided_inputs: bool = False
-    strided_outputs: bool = False
+    layout: str = "plan"
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,8 @@ class Problem:
 
         ``accumulate`` is an argument of the execution. So is the dtype of a forward's outputs, which have no samples.
         """
+        if _plan_values(self) == _plan_values(planned):
+            return
         for field, (argument, meaning) in _PLAN_FIELDS.items():
             if self.direction == "forward" and argument in ("out", "lse") and meaning == "dtype":
                 continue
@@ -203,6 +208,7 @@ _PLAN_FIELDS = {
     "has_topk_length": ("topk_length", "presence"),
     "device": ("q", "device"),
 }
+_plan_values = attrgetter(*_PLAN_FIELDS)
 
 
 def default_head_dim_v(head_dim: Size) -> Size:
@@ -224,6 +230,13 @@ def check(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
         ContractError: shape, dtype, device, head_dim, range or alias.
         UnsupportedError: a layout that this caller does not normalise; it is also a ``NotImplementedError``.
     """
+    problem = check_properties(specs, options)
+    check_aliases(specs, options.direction)
+    return problem
+
+
+def check_properties(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
+    """The rules that do not depend on where tensors lie in memory: same specs, same verdict."""
     _check_options(options)
     table = ARGUMENTS[options.direction]
     given: dict[str, TensorSpec] = {}
@@ -240,24 +253,30 @@ def check(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
     check_shape("q", q, _Q.shape, dims)
     check_dtype("q", q, WIDE_DTYPES if wide else CUDA_DTYPES, "" if wide else f"backend {options.backend!r}")
     _bind_head_dims(dims, options, wide)
+    strided_inputs, strided_outputs = LAYOUTS[options.layout]
     for argument in table:
         if argument.name in given:
             spec = given[argument.name]
             check_shape(argument.name, spec, argument.shape, dims)
             check_dtype(argument.name, spec, _allowed_dtypes(argument.dtype, q.dtype))
             check_device(argument.name, spec, "q", q)
+            if not (strided_outputs if argument.output else strided_inputs):
+                check_layout(argument.name, spec)
     if isinstance(dims["S_kv"], int):  # a symbolic size is left as free as it is, and checked when it is known
         check_range("kv", dims["S_kv"], high=INT32_MAX, hint="S_kv: topk_idxs is int32")
     _check_companions(given, options)
-    for argument in table:
-        spec = given.get(argument.name)
-        if spec is not None and not (options.strided_outputs if argument.output else options.strided_inputs):
-            check_layout(argument.name, spec)
-    check_alias(
-        {a.name: given[a.name] for a in table if a.output and a.name in given},
-        {a.name: given[a.name] for a in table if not a.output and a.name in given},
-    )
     return _problem(given, dims, options)
+
+
+def check_aliases(specs: Mapping[str, TensorSpec | None], direction: str) -> None:
+    """No output shares memory with an input or with another output."""
+    outputs: dict[str, TensorSpec] = {}
+    inputs: dict[str, TensorSpec] = {}
+    for argument in ARGUMENTS[direction]:
+        spec = specs.get(argument.name)
+        if spec is not None:
+            (outputs if argument.output else inputs)[argument.name] = spec
+    check_alias(outputs, inputs)
 
 
 def check_workspace(spec: TensorSpec, needed: int, q: TensorSpec, others: Mapping[str, TensorSpec]) -> None:
@@ -275,6 +294,7 @@ def check_workspace(spec: TensorSpec, needed: int, q: TensorSpec, others: Mappin
 
 
 def _check_options(options: Options) -> None:
+    check_choice("layout", options.layout, LAYOUTS)
     check_choice("direction", options.direction, tuple(ARGUMENTS))
     check_choice("backend", options.backend, BACKENDS)
     check_choice("block_tile", options.block_tile, BLOCK_TILES)
@@ -367,6 +387,8 @@ __all__ = [
     "Options",
     "Problem",
     "check",
+    "check_aliases",
+    "check_properties",
     "check_workspace",
     "default_head_dim_v",
 ]

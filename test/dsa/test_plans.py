@@ -261,7 +261,7 @@ def _problem(case):
     from cudnn_dsa.contracts.sparse_attention import Options
 
     tensors = {**arguments(case), "topk_length": None}
-    return interface.gate(tensors, Options("backward", "reference"), interface.PLAN)[0]
+    return interface.gate(tensors, Options("backward", "reference"))
 
 
 def test_a_missing_extension_is_said_once(caplog, monkeypatch):
@@ -272,3 +272,33 @@ def test_a_missing_extension_is_said_once(caplog, monkeypatch):
         assert backends.select(problem) is reference
         backends.select(problem)
     assert len([r for r in caplog.records if "using backend 'reference'" in r.message]) == 1
+
+
+def test_a_remembered_verdict_still_sees_aliases_and_changes():
+    """The gate remembers what passed; everything that could make the next call wrong is still seen."""
+    case = make("sink", torch.float32, Sizes())
+    call = {**arguments(case), "backend": "reference"}
+    for _ in range(2):
+        interface.sparse_attention_backward(**call, dq=torch.empty_like(case.q))
+    with pytest.raises(ContractError, match="dq: expected memory of its own, apart from q"):
+        interface.sparse_attention_backward(**call, dq=case.q)
+    with pytest.raises(ContractError, match="dq: expected memory of its own, apart from dout"):
+        interface.sparse_attention_backward(**call, dq=case.dout.view(case.q.shape))
+    for wrong in ({"lse": case.lse.double()}, {"dout": case.dout[:-1]}, {"topk_idxs": case.topk_idxs.long()}):
+        with pytest.raises(ContractError, match=f"{next(iter(wrong))}: expected"):
+            interface.sparse_attention_backward(**{**call, **wrong})
+    buffer = torch.empty(case.kv.shape[0], 2, case.kv.shape[1])
+    interleaved = {"dkv": buffer[:, 0], "kv": buffer[:, 1].copy_(case.kv)}
+    with pytest.raises(NotImplementedError, match="dkv: expected a contiguous tensor"):
+        interface.sparse_attention_backward(**{**call, **interleaved})
+    result = cudnn_dsa.sparse_attention_backward_wrapper(**{**call, **interleaved})
+    assert_gradients("sink", case, (result.dq, result.dkv, result.d_sink))
+
+
+def test_the_memory_of_verdicts_is_bounded(monkeypatch):
+    monkeypatch.setattr(interface, "_VERDICTS_KEPT", 4)
+    monkeypatch.setattr(interface, "_verdicts", {})
+    for s_q in range(1, 12):
+        case = make("sink", torch.float32, Sizes(s_q=s_q))
+        interface.sparse_attention_backward(**arguments(case), backend="reference")
+        assert len(interface._verdicts) <= 4

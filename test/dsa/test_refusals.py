@@ -35,7 +35,7 @@ def no_backend(monkeypatch):
 
 
 @st.composite
-def valid_calls(draw, layout_free=False):
+def valid_calls(draw):
     """All tensors of a backward call, optional ones drawn in or out."""
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
     sizes = Sizes(
