@@ -16,7 +16,7 @@ from cudnn_dsa.cli import availability, console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default: 400)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.png (default: out)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cpu, cuda, cuda:1... (default: cuda where there is one, else cpu)")
