@@ -236,5 +236,5 @@ def test_calls_that_would_leave_the_tensors_are_refused():
 
 
 def test_an_unknown_instruction_set_is_refused_by_name():
-    with pytest.raises(ValueError, match="expected one that this machine runs .*generic.*got sse9"):
+    with pytest.raises(ValueError, match=r"expected one that this machine runs .*generic.*got sse9"):
         ops._cpu_use_instruction_set("sse9")
