@@ -35,12 +35,12 @@
 namespace cudnn_dsa {
 namespace DSA_ISA {
 
-constexpr int64_t kKeyTile = 96;           // gathered rows in flight; a panel of them and its weights stay in L1
+constexpr int64_t kKeyTile = 64;           // gathered rows in flight; a panel of them and its weights stay in L1
 constexpr int64_t kDepth = 96;             // steps of D between which scores leave the registers: shorter chains
                                            // round less, and a block of transposed q stays in L1
-constexpr int64_t kKeySegment = 6 * kKeyTile;  // keys scored at once; passes and segments start at whole tiles
+constexpr int64_t kKeySegment = 8 * kKeyTile;  // keys scored at once; passes and segments start at whole tiles
 constexpr int64_t kKeyRanges = 16;         // parts of the kv rows that lists are partitioned into
-constexpr int64_t kChunkBytes = 8 << 20;   // p and ds of one chunk
+constexpr int64_t kChunkBytes = 4 << 20;   // p and ds of one chunk
 constexpr int64_t kCacheLine = 64;
 constexpr int64_t kRowsAhead = 4;          // distance at which gathered rows are prefetched
 
@@ -395,25 +395,29 @@ class Backward : Attention<T> {
       term = 0;
       if (counts[g] == 0) continue;
       const int64_t statistic = i * p.heads + h;
-      product = p.delta.data ? load_statistic(p.delta, statistic) : dot_out_dout(statistic, s);
+      const double exact = p.delta.data ? load_statistic(p.delta, statistic) : dot_out_dout(statistic, s);
+      product = exact;
       const double log_z = log_denominator(p, load_statistic(p.lse, statistic), h);
       if (log_z == -__builtin_inf()) continue;
       z = log_z;
       const double sink = p.attn_sink.data ? sink_logit(p.attn_sink, h) : -__builtin_inf();
-      if (!__builtin_isinf(sink)) term = -__builtin_exp(sink - log_z) * product;
+      if (!__builtin_isinf(sink)) term = -__builtin_exp(sink - log_z) * exact;
     }
   }
 
-  T dot_out_dout(int64_t row, const Scratch<T>& s) const {
-    using V = Vec<T>;
+  // In float64: d_sink is a sum of deltas that cancel, and this costs nothing beside the products.
+  double dot_out_dout(int64_t row, const Scratch<T>& s) const {
+    using Wide = Vec<double>;
+    constexpr int64_t kStep = kLanes<double>;
     const int64_t n = p.head_dim_v;
     T *const out = s.rows, *const dout = s.rows + row_length<T>(n);
     load_row(out, at(p.out, row * n), p.out.dtype, n);
     load_row(dout, at(p.dout, row * n), p.dout.dtype, n);
-    V sum = {};
-    for (int64_t c = 0; c < n; c += kLanes<T>) sum += load<V>(out + c) * load<V>(dout + c);
-    T total = 0;
-    for (int l = 0; l < kLanes<T>; ++l) total += sum[l];
+    const auto wide = [](const T* x) { return __builtin_convertvector(load<typename VecOf<T, kStep>::type>(x), Wide); };
+    Wide sum = {};
+    for (int64_t c = 0; c < n; c += kStep) sum += wide(out + c) * wide(dout + c);
+    double total = 0;
+    for (int l = 0; l < kStep; ++l) total += sum[l];
     return total;
   }
 
