@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from cudnn_dsa._version import __version__
+from cudnn_dsa.cli.console import CannotRun
 
 # Command -> (module, one line of help). A module has add_arguments(parser) and run(args) -> exit code, and imports
 # torch no earlier than run().
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)
+    except CannotRun as error:
+        print(error, file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader of a pipe (head, a pager) left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from cudnn_dsa import backends
+from cudnn_dsa.cli.console import CannotRun
 from cudnn_dsa.contracts.sparse_attention import BACKENDS, CUDA_BACKENDS
 
 
@@ -94,6 +95,21 @@ def states() -> list[State]:
         devices = (cuda or ["cuda"]) if backend in CUDA_BACKENDS else ["cpu"]
         found += [state(backend, device) for device in devices]
     return found
+
+
+def resolve_device(asked: str | None) -> str:
+    """``"cpu"`` or ``"cuda:<index>"``: as asked, else the first GPU if a CUDA backend runs on it, else the CPU.
+
+    Raises:
+        CannotRun: this machine has no such device.
+    """
+    gpus = cuda_devices()
+    if asked is None:
+        return gpus[0] if gpus and runnable(gpus[0]) != ["reference"] else "cpu"
+    device = "cuda:0" if asked == "cuda" else asked
+    if device not in ["cpu", *gpus]:
+        raise CannotRun(f"no device {asked!r} here: there is {', '.join(['cpu', *gpus])}")
+    return device
 
 
 def runnable(device: str) -> list[str]:

@@ -38,8 +38,8 @@ def size(number: float) -> str:
     raise AssertionError("unreachable")
 
 
-class MissingPackage(Exception):
-    """An optional package that a command needs is not installed."""
+class CannotRun(Exception):
+    """A command cannot do what was asked for here; the message is for whoever asked, and the exit code is 2."""
 
 
 def require(module: str, extra: str) -> Any:
@@ -48,7 +48,7 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         message = f"this needs {module.partition('.')[0]}: pip install 'cudnn-dsa[{extra}]'"
-        raise MissingPackage(message) from error
+        raise CannotRun(message) from error
 
 
 def progress(total: int, description: str) -> Any:

@@ -112,6 +112,22 @@ def test_a_backend_outside_this_version_needs_nothing_installed(monkeypatch):
     assert availability.state("sm100", "cuda") == availability.State("sm100", "cuda", "not in this version", None)
 
 
+def test_the_default_device_is_a_gpu_that_a_cuda_backend_runs_on(monkeypatch):
+    can = {"cuda:0": ["triton", "reference"], "cpu": ["cpu", "reference"]}
+    monkeypatch.setattr(availability, "runnable", can.__getitem__)
+    monkeypatch.setattr(availability, "cuda_devices", lambda: ["cuda:0", "cuda:1"])
+    assert availability.resolve_device(None) == availability.resolve_device("cuda") == "cuda:0"
+    assert availability.resolve_device("cuda:1") == "cuda:1"
+    can["cuda:0"] = ["reference"]
+    assert availability.resolve_device(None) == availability.resolve_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_device_that_is_not_here_is_refused(command, capsys):
+    assert main([command, "--device", "cuda:99"]) == 2
+    assert "no device 'cuda:99' here: there is cpu" in capsys.readouterr().err
+
+
 # --- what the commands share
 
 
@@ -127,7 +143,7 @@ def test_size(number, said):
 
 
 def test_a_missing_package_is_named_with_its_extra():
-    with pytest.raises(console.MissingPackage, match=r"needs no_such_package: pip install 'cudnn-dsa\[demo\]'"):
+    with pytest.raises(console.CannotRun, match=r"needs no_such_package: pip install 'cudnn-dsa\[demo\]'"):
         console.require("no_such_package.part", "demo")
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from cudnn_dsa.cli import availability, console
+from cudnn_dsa.cli.console import CannotRun
 from cudnn_dsa.cli.shapes import MODEL_SHAPES
 from cudnn_dsa.contracts.sparse_attention import CUDA_BACKENDS, CUDA_DTYPES, WIDE_BACKENDS, WIDE_DTYPES
 
@@ -39,39 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from cudnn_dsa.cli.bench import measure, report
 
-    device = args.device or ("cuda:0" if _any_cuda_backend() else "cpu")
-    if device == "cuda":
-        device = "cuda:0"
-    if device == "cpu" or args.dtype in CUDA_DTYPES:
-        backends = choose_backends(device, args.backend)
-    else:
-        backends = []
-        print(f"CUDA backends take {' or '.join(CUDA_DTYPES)}, not {args.dtype}", file=sys.stderr)
+    device = availability.resolve_device(args.device)
+    if device != "cpu" and args.dtype not in CUDA_DTYPES:
+        raise CannotRun(f"CUDA backends take {' or '.join(CUDA_DTYPES)}, not {args.dtype}")
+    backends = choose_backends(device, args.backend)
     if not backends:
-        print(f"no backend to time on {device}; `python -m cudnn_dsa info` says why", file=sys.stderr)
-        return 2
-    try:
-        plot = console.figures() if args.plot else None
-        plan = measure.Plan(
-            shapes=[
-                MODEL_SHAPES[name]._replace(
-                    **{key: value for key in ("heads", "topk") if (value := getattr(args, key)) is not None}
-                )
-                for name in args.shape or MODEL_SHAPES
-            ],
-            backends=backends,
-            device=device,
-            dtype=args.dtype,
-            s_q=args.s_q,
-            s_kv=args.s_kv,
-            rounds=args.rounds,
-            budget=args.budget,
-            seed=args.seed,
-        )
-        results = measure.measure(plan)
-    except console.MissingPackage as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise CannotRun(f"no backend to time on {device}; `python -m cudnn_dsa info` says why")
+    plot = console.figures() if args.plot else None
+    own_sizes = {key: value for key in ("heads", "topk") if (value := getattr(args, key)) is not None}
+    plan = measure.Plan(
+        shapes=[MODEL_SHAPES[name]._replace(**own_sizes) for name in args.shape or MODEL_SHAPES],
+        backends=backends,
+        device=device,
+        dtype=args.dtype,
+        s_q=args.s_q,
+        s_kv=args.s_kv,
+        rounds=args.rounds,
+        budget=args.budget,
+        seed=args.seed,
+    )
+    results = measure.measure(plan)
     print(report.as_text(plan, results))
     if args.csv:
         report.write_csv(args.csv, plan, results)
@@ -91,10 +79,6 @@ def choose_backends(device: str, asked: list[str] | None) -> list[str]:
             why = availability.state(name, device).reason or f"not for {device}"
             print(f"not timed: {name}: {why}", file=sys.stderr)
     return [name for name in asked if name in can]
-
-
-def _any_cuda_backend() -> bool:
-    return any(availability.runnable(device) != ["reference"] for device in availability.cuda_devices()[:1])
 
 
 def _positive(text: str) -> int:

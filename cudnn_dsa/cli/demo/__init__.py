@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from cudnn_dsa.cli import availability, console
+from cudnn_dsa.cli import availability
+from cudnn_dsa.cli.console import CannotRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400, help="training steps (default: 400)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.png (default: out)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1... (default: cuda where there is one, else cpu)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1... (default: cuda where a CUDA backend runs, else cpu)")
     parser.add_argument("--text", type=Path, help="a UTF-8 text file to learn (default: Python's language reference)")
 
 
@@ -28,11 +28,5 @@ def run(args: argparse.Namespace) -> int:
     from cudnn_dsa.cli.demo import session
 
     if args.steps < 1:
-        print("--steps must be at least 1", file=sys.stderr)
-        return 2
-    device = args.device or (availability.cuda_devices() or ["cpu"])[0]
-    try:
-        return session.run(args.steps, args.out, args.seed, "cuda:0" if device == "cuda" else device, args.text)
-    except console.MissingPackage as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise CannotRun("--steps must be at least 1")
+    return session.run(args.steps, args.out, args.seed, availability.resolve_device(args.device), args.text)
