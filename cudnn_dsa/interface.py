@@ -308,10 +308,18 @@ def one_stream(stream: Any, current_stream: Any) -> Any:
 
 
 def _check_workspace(workspace: torch.Tensor, needed: int, tensors: Tensors) -> None:
-    given = {name: spec for name, spec in describe_all(tensors).items() if spec is not None}
     spec = describe_all({"workspace": workspace})["workspace"]
     assert spec is not None
+    # To describe all tensors takes longer than to launch: beside q, those whose memory may meet the workspace's.
+    near = {k: x for k, x in tensors.items() if x is not None and (k == "q" or _storages_meet(workspace, x))}
+    given = {name: other for name, other in describe_all(near).items() if other is not None}
     check_workspace(spec, needed, given["q"], given)
+
+
+def _storages_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    first, second = a.untyped_storage(), b.untyped_storage()
+    start, other = first.data_ptr(), second.data_ptr()
+    return start < other + second.nbytes() and other < start + first.nbytes()
 
 
 def _input(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 # Name -> module.
 MODULES = {
     "cpu": "cudnn_dsa.backends.cpu",
+    "cudnn": "cudnn_dsa.backends.cudnn",
     "reference": "cudnn_dsa.backends.reference",
+    "triton": "cudnn_dsa.backends.triton",
 }
 # What backend="auto" tries, best first, by the major compute capability of the device.
 AUTO_BY_CAPABILITY = {

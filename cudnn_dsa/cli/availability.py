@@ -28,7 +28,9 @@ _CUTE = ("nvidia-cutlass-dsl", "cuda-core")
 REQUIREMENTS = {
     "sm100": Requirement("Blackwell GPUs (compute capability 10.x), CuTe DSL", _CUTE, "cuda"),
     "sm90": Requirement("Hopper GPUs (compute capability 9.0), CuTe DSL", _CUTE, "cuda"),
-    "triton": Requirement("any NVIDIA GPU from compute capability 8.0, Triton", ("triton",), "cuda"),
+    "triton": Requirement(
+        "NVIDIA GPUs from compute capability 8.0 (run on 9.0 only so far), Triton", ("triton",), "cuda"
+    ),
     "cudnn": Requirement("NVIDIA's own DSA kernels, to compare with", ("nvidia-cudnn-frontend",), "bench"),
     "cpu": Requirement("any CPU, C++ extension"),
     "reference": Requirement("any device, the formulas in plain PyTorch"),

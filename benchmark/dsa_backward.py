@@ -1,0 +1,13 @@
+"""Times the backward of sparse attention: this project's backends and every installed peer, in one run.
+
+    python benchmark/dsa_backward.py --heads 128 --csv results.csv --plot results.png
+
+See peers.py for the sides, selections.py for the dials of the selection.
+"""
+
+import sys
+
+from side_by_side import main
+
+if __name__ == "__main__":
+    sys.exit(main("backward", __doc__))
