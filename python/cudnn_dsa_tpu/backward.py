@@ -92,17 +92,17 @@ def _kv_kernel(refs: _Inputs, dq_ref, dk_ref, dv_ref, dk_acc, dv_acc, *k_transpo
             kt[...] = refs.k[...].T
 
     def accumulate(keys: int) -> None:
-        # where, not a product: what an untouched slot holds may be NaN.
-        dq = jnp.where(kv_tile < slots, 0.0, refs.dq[...]) if refs.dq is not None else None
+        dq_parts = []
         for chunk in _chunks(keys, tiles.kv_compute):
             p, ds = _p_and_ds(refs, chunk, dot)
             dv_acc[chunk, :] += dot(p, refs.dout[...], NN)
             dk_acc[chunk, :] += dot(ds, refs.q[...], NN)
-            for kt in k_transposed:
-                part = dot(kt[:, chunk], ds, NN)
-                dq = part if dq is None else dq + part
+            dq_parts += [dot(kt[:, chunk], ds, NN) for kt in k_transposed]
+        if refs.dq is not None:
+            # where, not a product: what an untouched slot holds may be NaN.
+            dq_parts.append(jnp.where(kv_tile < slots, 0.0, refs.dq[...]))
         if dq_ref is not None:
-            dq_ref[...] = dq
+            dq_ref[...] = functools.reduce(jnp.add, dq_parts)
 
     on_last_tile(accumulate, kv_tile, kv_tiles - 1, tiles.kv, tiles.kv_tail(problem))
 

@@ -31,16 +31,9 @@ class Schedule:
     step: int
     conditional: tuple[int, ...]
 
-    @property
-    def steady(self) -> int:
-        """Bundles of a step in the middle of the grid: what no branch skips, and the main body where that is itself
-        conditional (a part as large as half the step)."""
-        main = max(self.conditional, default=0)
-        return self.step - sum(self.conditional) + (main if 2 * main > self.step else 0)
-
     def __str__(self) -> str:
         parts = ", ".join(map(str, self.conditional)) or "none"
-        return f"{self.name}: {self.steady} bundles a steady step ({self.step} with the conditional parts {parts})"
+        return f"{self.name}: {self.step} bundles a grid step, of which conditional {parts}"
 
 
 def parse(name: str, text: str) -> Schedule:
@@ -53,20 +46,23 @@ def parse(name: str, text: str) -> Schedule:
     branches: list[tuple[int, str]] = []
     loop_head = 0
     for index, (match, end) in enumerate(zip(starts, ends, strict=True)):
-        body = text[match.end() : end]
+        bundle = text[match.end() : end]
         if "LB" in match.group(2):
             loop_head = index
-        for kind, region in _REGION.findall(body):
+        for kind, region in _REGION.findall(bundle):
             if kind != "End":
                 region_at.setdefault(region, index)
-        branches += [(index, region) for region in _BRANCH.findall(body)]
+        branches += [(index, region) for region in _BRANCH.findall(bundle)]
     back = [index for index, region in branches if region_at.get(region, index + 1) <= index]
     last = max(back, default=len(starts) - 1)
     skips = [(i, region_at[r]) for i, r in branches if r in region_at and loop_head <= i < region_at[r] <= last]
-    # The whole body is skipped in the iterations that only fill or drain the pipeline: look inside of that branch.
+    # The body is skipped in the iterations that only fill or drain the pipeline: look inside of that branch. What lies
+    # outside (starting and awaiting copies) counts as always taken.
+    body = max(skips, key=lambda s: s[1] - s[0], default=(loop_head, last))
+    inner = [s for s in skips if body[0] < s[0] and s[1] <= body[1]]
+    if body[1] - body[0] > 0.9 * (last - loop_head) and inner:
+        skips = inner
     skips.sort(key=lambda s: (s[0], -s[1]))
-    if skips and skips[0][1] - skips[0][0] > 0.9 * (last - loop_head) and len(skips) > 1:
-        skips = skips[1:]
     conditional, reach = [], loop_head
     for start, stop in skips:
         if start >= reach:  # outermost only
@@ -75,11 +71,12 @@ def parse(name: str, text: str) -> Schedule:
     return Schedule(name, len(starts), last - loop_head, tuple(conditional))
 
 
-def read_dump(directory: str | pathlib.Path, kernel: str = "") -> list[Schedule]:
-    """The schedules of the kernels whose name starts with ``kernel`` in a dump of the low-level optimiser."""
+def read_dump(directory: str | pathlib.Path, kernel: str) -> list[Schedule]:
+    """The schedules in a dump of the low-level optimiser of the kernels whose name contains ``kernel``, from there on
+    (the compiler prefixes the transformations a kernel came through)."""
     found = []
     for path in sorted(pathlib.Path(directory).glob("*-final_bundles.txt")):
-        name = re.fullmatch(r"\d+-(.+?)-\d+-final_bundles\.txt", path.name)
-        if name and name.group(1).startswith(kernel) and "schedule-analysis" not in name.group(1):
+        name = re.fullmatch(rf"\d+-.*?({re.escape(kernel)}.*?)_*\.\d+-\d+-final_bundles\.txt", path.name)
+        if name:
             found.append(parse(name.group(1), path.read_text(errors="replace")))
     return found

@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 
+from cudnn_dsa.contracts import ContractError
+
 MIB = 1 << 20
 
 
@@ -16,13 +18,13 @@ class Chip:
     Attributes:
         name: the short name, as in ``--chip v6e``.
         vmem_bytes: vector memory of one TensorCore.
-        topology: a topology description with this chip that ``jax.experimental.topologies`` accepts.
+        topologies: names of topologies of this chip, by size, that ``jax.experimental.topologies`` accepts.
         device_kinds: what ``jax.Device.device_kind`` says on it.
     """
 
     name: str
     vmem_bytes: int
-    topology: str
+    topologies: dict[int, str]
     device_kinds: tuple[str, ...]
 
     @property
@@ -31,15 +33,22 @@ class Chip:
         above the chip's memory would be accepted without a word and fail on the chip."""
         return self.vmem_bytes * 7 // 8
 
+    def topology_of(self, devices: int) -> str:
+        """The smallest topology with at least so many devices."""
+        for size, name in sorted(self.topologies.items()):
+            if size >= devices:
+                return name
+        raise ContractError("devices", f"at most {max(self.topologies)} on {self.name}", str(devices))
+
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 16 * MIB, "v4:2x2x1", ("TPU v4",)),
-        Chip("v5e", 128 * MIB, "v5e:2x2", ("TPU v5 lite", "TPU v5e")),
-        Chip("v5p", 64 * MIB, "v5p:2x2x1", ("TPU v5", "TPU v5p")),
-        Chip("v6e", 128 * MIB, "v6e:2x2", ("TPU v6 lite", "TPU v6e")),
-        Chip("tpu7x", 64 * MIB, "tpu7x:2x2x1", ("TPU7x",)),
+        Chip("v4", 16 * MIB, {8: "v4:2x2x1", 16: "v4:2x2x2"}, ("TPU v4",)),
+        Chip("v5e", 128 * MIB, {4: "v5e:2x2", 8: "v5e:2x4"}, ("TPU v5 lite", "TPU v5e")),
+        Chip("v5p", 64 * MIB, {4: "v5p:2x2x1", 8: "v5p:2x2x2"}, ("TPU v5", "TPU v5p")),
+        Chip("v6e", 128 * MIB, {4: "v6e:2x2", 8: "v6e:2x4", 16: "v6e:4x4"}, ("TPU v6 lite", "TPU v6e")),
+        Chip("tpu7x", 64 * MIB, {8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"}, ("TPU7x",)),
     )
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -37,10 +36,18 @@ def resolve_interpret(interpret: Interpret | None) -> Interpret:
 
 
 def matmul(dtype: str) -> Callable[..., jax.Array]:
-    """``dot_general`` that accumulates in fp32. For fp32 operands at full precision: the MXU's default would round them
-    to bf16 and return gradients that are wrong in the third digit."""
+    """``dot_general`` of operands of ``dtype`` that accumulates in fp32. For fp32 at full precision: the MXU's default
+    would round the operands to bf16 and return gradients that are wrong in the third digit."""
     precision = lax.Precision.HIGHEST if dtype == "float32" else lax.Precision.DEFAULT
-    return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
+        if 1 in (*a.shape, *b.shape):
+            # A ragged tail of one key. Mosaic lowers a product with a vector by multiplying and reducing, and for bf16
+            # generates invalid code there; in fp32 it is right, and exact for bf16 values.
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return lax.dot_general(a, b, dimension_numbers, precision=precision, preferred_element_type=jnp.float32)
+
+    return dot
 
 
 def pad_to(x: jax.Array, multiple: int, *, axis: int, value: float = 0) -> jax.Array:

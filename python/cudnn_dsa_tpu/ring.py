@@ -170,7 +170,7 @@ def _ring_forward(q, k, v, plan: Plan, ring: Ring) -> _Partial:
     query = scaled_query(q, plan.problem)
 
     def attend(keys) -> _Partial:
-        return _Partial(*run_forward(query, *keys, None, None, plan, jnp.float32))
+        return _Partial(*run_forward(query, keys[0], keys[1], None, None, plan, jnp.float32))
 
     ahead = {chain: ring.shift((k, v), chain.step) for chain in ring.chains_at(1)}
     state = attend((k, v))
