@@ -1,8 +1,9 @@
-"""``python -m cudnn_dsa_tpu aot``: what a TPU would make of a shape, told by its compiler on any machine."""
+"""``python -m cudnn_dsa_tpu aot | train``: what a TPU would make of a shape, and a training example."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from cudnn_dsa.contracts import ContractError
-from cudnn_dsa_tpu import BlockSizes, aot, ring_attention, splash_attention
+from cudnn_dsa_tpu import BlockSizes, aot, ring_attention, splash_attention, train
 from cudnn_dsa_tpu.block_sizes import resolve, vmem_bytes
 from cudnn_dsa_tpu.bundles import read_dump
 from cudnn_dsa_tpu.chips import CHIPS, MIB
@@ -41,6 +42,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     sub.add_argument("--ring", type=int, default=1, metavar="R", help="devices of a ring; --shape is then one shard")
     sub.add_argument("--bidirectional", action="store_true")
     sub.add_argument("--compare", action="store_true", help="also compile jax's own splash attention, same tiles")
+    sub = commands.add_parser("train", help="train a small diffusion-transformer block with ring attention")
+    sub.add_argument("--devices", type=int, default=4, help="simulated where there is no TPU")
+    sub.add_argument("--steps", type=int, default=20)
     return parser.parse_args(arguments)  # fmt: skip
 
 
@@ -149,6 +153,12 @@ def _compare(options, sizes: BlockSizes, dump: str, ours: aot.Report, operands) 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.command == "train":
+        # Before anything makes jax create its devices; more CPU threads than cores, or collectives starve.
+        jax.config.update("jax_num_cpu_devices", options.devices)
+        os.environ.setdefault("NPROC", "32")
+        train.train(options.devices, options.steps)
+        return 0
     try:
         with tempfile.TemporaryDirectory(prefix="cudnn_dsa_tpu_aot_") as dump:
             run_aot(options, dump)

@@ -32,15 +32,16 @@ def inputs(q_len=256, kv_len=512, heads=2, head_dim=64):
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def errors(interpret, **options):
+def errors(interpret, **sizes):
     """Relative errors of outputs and gradients by name."""
-    q, k, v, dout = inputs()
+    q, k, v, dout = inputs(**sizes)
+
+    def attention(q, k, v):
+        return splash_attention(q, k, v, block_sizes=SMALL, interpret=interpret)
 
     @jax.jit
     def both(q, k, v, dout):
-        out, pullback = jax.vjp(
-            lambda *x: splash_attention(*x, block_sizes=SMALL, interpret=interpret, **options), q, k, v
-        )
+        out, pullback = jax.vjp(attention, q, k, v)
         return out, *pullback(dout)
 
     want = tpu_oracle.attention(q, k, v, dout)._asdict()
@@ -60,12 +61,13 @@ def launch_with(monkeypatch, module, change):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_order_of_the_grid(monkeypatch, seed):
+def test_order_of_the_grid(seed):
     """For every setting of the parallel dimensions the arbitrary ones run in lexicographic order on one core."""
     points = []
 
-    def record(point, core):
+    def record(token, point, core):
         points.append((tuple(int(i) for i in point), int(core)))
+        return token
 
     interpret = pltpu.InterpretParams(random_seed=seed, num_cores_or_threads=2, grid_point_recorder=record)
     q, k, v, _ = inputs(heads=4)
@@ -104,10 +106,10 @@ def test_breakage_accumulator_on_a_parallel_dimension(monkeypatch, seed):
 
 
 def test_breakage_accumulator_split_over_cores(monkeypatch):
-    launch_with(monkeypatch, cudnn_dsa_tpu.backward, lambda options: options.update(semantics=("parallel",) * 4))
-    found = errors(pltpu.InterpretParams(num_cores_or_threads=2))
-    assert max(found["dk"], found["dv"]) > 1e-2
-    assert found["out"] < 1e-5
+    """One head and one query tile: the second core takes over in the middle of the sum over key tiles."""
+    launch_with(monkeypatch, cudnn_dsa_tpu.forward, lambda options: options.update(semantics=("parallel",) * 4))
+    interpret = pltpu.InterpretParams(num_cores_or_threads=2)
+    assert errors(interpret, q_len=128, heads=1)["out"] > 1e-2
 
 
 def test_breakage_one_slot():
@@ -174,7 +176,7 @@ def test_slots_are_poisoned(monkeypatch):
     assert max(errors(None).values()) < 1e-5
 
 
-GARBAGE = [float("nan"), 1000.0, float("inf")]
+GARBAGE = [float("nan"), 1000.0]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
