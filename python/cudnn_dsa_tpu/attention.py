@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cudnn_dsa_tpu.backward import LN2, Gradients, Operands, backward
+from cudnn_dsa_tpu.backward import Gradients, Operands, backward
 from cudnn_dsa_tpu.block_sizes import BlockSizes, resolve
 from cudnn_dsa_tpu.chips import current_chip
 from cudnn_dsa_tpu.contracts import Problem, SegmentIds, check_attention
@@ -19,8 +19,9 @@ from cudnn_dsa_tpu.forward import forward
 from cudnn_dsa_tpu.launch import NOTHING, Interpret, pad_to, resolve_interpret
 
 LOG2E = math.log2(math.e)
+LN2 = math.log(2)
 
-# Names of the saved output and logsumexp for jax.checkpoint policies: saving both spares the forward kernel's rerun.
+# Names of the saved output (fp32) and logsumexp for jax.checkpoint policies: saving both spares a rerun of the forward.
 RESIDUAL_NAMES = ("cudnn_dsa_tpu_out", "cudnn_dsa_tpu_lse")
 
 
@@ -110,11 +111,6 @@ def splash_attention(
     return out, pad_to(lse, problem.q_len, axis=1, value=-jnp.inf)
 
 
-def scaled_query(q: jax.Array, problem: Problem) -> jax.Array:
-    """q times scale * log2(e): the logits come out in base 2 and no kernel multiplies by the scale."""
-    return (q.astype(jnp.float32) * (problem.scale * LOG2E)).astype(q.dtype)
-
-
 def lse_to_base2(lse: jax.Array) -> jax.Array:
     """[H, 1, S] for the backward kernels: +1e30 for a query without keys, so that 2^(s - lse) is zero."""
     return jnp.where(jnp.isneginf(lse), -NOTHING, lse * LOG2E)[:, None, :]
@@ -127,7 +123,7 @@ def delta_rows(out: jax.Array, dout: jax.Array, dlse: jax.Array | None = None) -
 
 
 def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype) -> tuple[jax.Array, jax.Array]:
-    """out [H, S, D_v] and the natural lse [H, S] of valid tokens; ``q`` is a :func:`scaled_query`."""
+    """out [H, S, D_v] and the natural lse [H, S] of valid tokens."""
     tiles, problem = plan.sizes.forward, plan.problem
     ids = segment_ids
     out, lse2 = forward(
@@ -158,13 +154,15 @@ def run_backward(operands: Operands, plan: Plan, dtypes: Gradients) -> Gradients
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(q, k, v, segment_ids, sink, plan: Plan):
-    return run_forward(scaled_query(q, plan.problem), k, v, segment_ids, sink, plan, q.dtype)
+    return run_forward(q, k, v, segment_ids, sink, plan, q.dtype)
 
 
 def _attention_fwd(q, k, v, segment_ids, sink, plan: Plan):
-    out, lse = _attention(q, k, v, segment_ids, sink, plan)
+    # The backward pass keeps out in fp32: delta = rowsum(out * dout) is subtracted from dP, and for logits of some tens
+    # the two nearly cancel, so that the rounding of a bf16 out would outweigh every other error in dq and dk.
+    out, lse = run_forward(q, k, v, segment_ids, sink, plan, jnp.float32)
     out, lse = (checkpoint_name(x, name) for x, name in zip((out, lse), RESIDUAL_NAMES, strict=True))
-    return (out, lse), (q, k, v, segment_ids, sink, out, lse)
+    return (out.astype(q.dtype), lse), (q, k, v, segment_ids, sink, out, lse)
 
 
 def _attention_bwd(plan: Plan, residuals: Any, cotangents: Any):
@@ -176,7 +174,7 @@ def _attention_bwd(plan: Plan, residuals: Any, cotangents: Any):
     delta = jnp.where(empty, 0.0, delta)
     dout = jnp.where(empty[..., None], 0, dout) if segment_ids is not None else dout
     operands = Operands(
-        q=scaled_query(q, plan.problem),
+        q=q,
         dout=dout.astype(q.dtype),
         lse=lse_to_base2(lse),
         delta=delta[:, None, :],

@@ -1,11 +1,11 @@
 """The backward kernels, in base 2 and on transposed logits: keys on sublanes, queries on lanes.
 
-    S^T = k q^T                   q carries scale * log2(e)
+    S^T = scale log2(e) k q^T
     P^T = 2^(S^T - lse2)          lse2, delta are rows: one number a lane, spread down the sublanes for free
     dv += P^T dout
     dS^T = P^T * (v dout^T - delta)        delta = rowsum(out * dout) - dlse
-    dk += dS^T q                  times ln 2 at the end: q carries log2(e)
-    dq^T += k^T dS^T              k^T is made once per key tile; dS^T itself is never transposed
+    dk += scale dS^T q            the scale at the end
+    dq^T += scale k^T dS^T        likewise; k^T is made once per key tile; dS^T itself is never transposed
 
 Fused kernel: grid (kv head, kv tile, head of the group, q tile). dk and dv of a key tile stay in vector memory over the
 inner two dimensions. dq of a query tile is revisited once per kv tile, far apart, so it goes through memory: a buffer
@@ -21,7 +21,6 @@ Unfused: the same kernel without dq, and a dq kernel with grid (kv head, head of
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +33,6 @@ from cudnn_dsa_tpu.block_sizes import NUM_LANES, BlockSizes, Tiles
 from cudnn_dsa_tpu.contracts import Problem, SegmentIds
 from cudnn_dsa_tpu.forward import on_last_tile
 from cudnn_dsa_tpu.launch import MASKED, NN, NOTHING, NT, Interpret, cost, launch, matmul, pad_to
-
-LN2 = math.log(2)
 
 
 class Gradients(NamedTuple):
@@ -61,9 +58,9 @@ class _Inputs(NamedTuple):
     dq: Any = None  # (D, tile q): the slot so far
 
 
-def _p_and_ds(refs: _Inputs, keys: slice, dot) -> tuple[jax.Array, jax.Array]:
+def _p_and_ds(refs: _Inputs, keys: slice, problem: Problem, dot) -> tuple[jax.Array, jax.Array]:
     """P^T and dS^T of some keys of the tile against the tile's queries, (keys, tile q), in the dtype of the inputs."""
-    s = dot(refs.k[keys, :], refs.q[...], NT)
+    s = dot(refs.k[keys, :], refs.q[...], NT) * problem.scale_log2e
     if refs.q_ids is not None:
         kv_ids = jnp.tile(refs.kv_ids[keys, :], (1, s.shape[1] // NUM_LANES))
         s = jnp.where(kv_ids == refs.q_ids[...], s, MASKED)
@@ -94,7 +91,7 @@ def _kv_kernel(refs: _Inputs, dq_ref, dk_ref, dv_ref, dk_acc, dv_acc, *k_transpo
     def accumulate(keys: int) -> None:
         dq_parts = []
         for chunk in _chunks(keys, tiles.kv_compute):
-            p, ds = _p_and_ds(refs, chunk, dot)
+            p, ds = _p_and_ds(refs, chunk, problem, dot)
             dv_acc[chunk, :] += dot(p, refs.dout[...], NN)
             dk_acc[chunk, :] += dot(ds, refs.q[...], NN)
             dq_parts += [dot(kt[:, chunk], ds, NN) for kt in k_transposed]
@@ -108,7 +105,7 @@ def _kv_kernel(refs: _Inputs, dq_ref, dk_ref, dv_ref, dk_acc, dv_acc, *k_transpo
 
     @pl.when((head == problem.group - 1) & (q_tile == q_tiles - 1))
     def _():
-        dk_ref[...] = (dk_acc[...] * LN2).astype(dk_ref.dtype)
+        dk_ref[...] = (dk_acc[...] * problem.scale).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
 
@@ -122,7 +119,7 @@ def _dq_kernel(refs: _Inputs, dq_ref, acc_ref, *, tiles: Tiles, problem: Problem
 
     def accumulate(keys: int) -> None:
         for chunk in _chunks(keys, tiles.kv_compute):
-            _, ds = _p_and_ds(refs, chunk, dot)
+            _, ds = _p_and_ds(refs, chunk, problem, dot)
             acc_ref[...] += dot(refs.k[chunk, :].T, ds, NN)
 
     on_last_tile(accumulate, kv_tile, last, tiles.kv, tiles.kv_tail(problem))
@@ -136,7 +133,7 @@ class Operands(NamedTuple):
     """What the backward pass reads, for the valid tokens only.
 
     Attributes:
-        q: [H, S, D], times scale * log2(e).
+        q: [H, S, D].
         dout: [H, S, D_v].
         lse: [H, 1, S], fp32, base 2; +1e30 for queries without any key, which makes P zero there.
         delta: [H, 1, S], fp32.

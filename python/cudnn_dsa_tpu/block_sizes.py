@@ -146,12 +146,20 @@ def resolve(block_sizes: BlockSizes | str, problem: Problem, chip: Chip) -> Bloc
     return auto_block_sizes(problem, chip)
 
 
+# Longest query tile of the automatic choice. Longer ones still gain a little, and take minutes to compile.
+_LONGEST_AUTO_Q = 5120
+
+# Bundles of forward and backward per query are proportional to 1 + this / block_q (docs/tpu.md, measured for v6e).
+_TILE_OVERHEAD = 100
+
+
 def auto_block_sizes(problem: Problem, chip: Chip) -> BlockSizes:
-    """Query tiles that pad little, key tiles of 1024 at most; the largest that fit the chip.
+    """The query tile with the least static cost (padded length times cost per query), key tiles of 1024, both smaller
+    where the chip's vector memory asks for it.
 
     A padded query costs as much as a real one; a padded key costs nothing (the last key tile is sliced).
     """
-    queries = sorted(range(NUM_LANES, 1024 + 1, NUM_LANES), key=lambda q: (_query_cost(problem.valid_q, q), -q))
+    queries = sorted(range(NUM_LANES, _LONGEST_AUTO_Q + 1, NUM_LANES), key=lambda q: _query_cost(problem.valid_q, q))
     longest = round_up(problem.valid_kv, NUM_LANES)
     for kv in (1024, 512, 256, 128):
         kv = min(kv, longest)
@@ -164,5 +172,5 @@ def auto_block_sizes(problem: Problem, chip: Chip) -> BlockSizes:
 
 
 def _query_cost(length: int, block: int) -> float:
-    """Relative cost of covering ``length`` queries with tiles of ``block``: padded length, and a fixed cost a tile."""
-    return round_up(length, block) * (1 + 24 / block)
+    """Relative cost of covering ``length`` queries with tiles of ``block``."""
+    return round_up(length, block) * (1 + _TILE_OVERHEAD / block)

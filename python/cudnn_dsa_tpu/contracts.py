@@ -59,6 +59,12 @@ class Problem:
     scale: float
 
     @property
+    def scale_log2e(self) -> float:
+        """What a kernel multiplies q k^T with to get logits in base 2. In fp32, on the product: folded into a bf16 q it
+        would round q a second time, an error in the logits that grows with them."""
+        return self.scale * math.log2(math.e)
+
+    @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads

@@ -1,6 +1,6 @@
 """The forward kernel: softmax(q k^T) v with a running maximum, in base 2.
 
-    S = q k^T                     q carries scale * log2(e)
+    S = scale log2(e) q k^T
     m = max(m, rowmax S)          P = 2^(S - m)
     l = 2^(m_old - m) l + P 1     acc = 2^(m_old - m) acc + P v
     out = acc / l                 lse2 = m + log2 l
@@ -72,7 +72,7 @@ def _kernel(refs: _Inputs, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, tiles: Ti
         for start in range(0, keys, tiles.kv_compute):
             chunk = slice(start, min(start + tiles.kv_compute, keys))
             width = chunk.stop - chunk.start
-            s = dot(refs.q[...], refs.k[chunk, :], NT)
+            s = dot(refs.q[...], refs.k[chunk, :], NT) * problem.scale_log2e
             if refs.q_ids is not None:
                 s = jnp.where(lanes(refs.q_ids[...], width) == refs.kv_ids[:, chunk], s, MASKED)
             m_new = jnp.maximum(m, s.max(axis=1, keepdims=True))
@@ -119,7 +119,7 @@ def forward(
     """Attention of padded operands.
 
     Args:
-        q: [H, S', D], times scale * log2(e); S' a multiple of ``tiles.q`` that covers ``problem.valid_q``.
+        q: [H, S', D]; S' a multiple of ``tiles.q`` that covers ``problem.valid_q``.
         k, v: [H_kv, T', D], [H_kv, T', D_v]; T' likewise for ``tiles.kv``.
         segment_ids: int32, [S'] and [T'].
         sink: [H], fp32, times log2(e).

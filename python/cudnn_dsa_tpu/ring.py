@@ -30,7 +30,6 @@ from cudnn_dsa_tpu.attention import (
     lse_to_base2,
     run_backward,
     run_forward,
-    scaled_query,
 )
 from cudnn_dsa_tpu.backward import Gradients, Operands
 from cudnn_dsa_tpu.block_sizes import BlockSizes, resolve
@@ -167,10 +166,8 @@ def _ring(q, k, v, plan: Plan, ring: Ring):
 
 
 def _ring_forward(q, k, v, plan: Plan, ring: Ring) -> _Partial:
-    query = scaled_query(q, plan.problem)
-
     def attend(keys) -> _Partial:
-        return _Partial(*run_forward(query, keys[0], keys[1], None, None, plan, jnp.float32))
+        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32))
 
     ahead = {chain: ring.shift((k, v), chain.step) for chain in ring.chains_at(1)}
     state = attend((k, v))
@@ -183,17 +180,17 @@ def _ring_forward(q, k, v, plan: Plan, ring: Ring) -> _Partial:
 
 
 def _ring_fwd(q, k, v, plan: Plan, ring: Ring):
-    state = _ring_forward(q, k, v, plan, ring)
     out, lse = (
-        checkpoint_name(x, name) for x, name in zip((state.out.astype(q.dtype), state.lse), RESIDUAL_NAMES, strict=True)
+        checkpoint_name(x, name) for x, name in zip(_ring_forward(q, k, v, plan, ring), RESIDUAL_NAMES, strict=True)
     )
-    return out, (q, k, v, out, lse)
+    # out is kept in fp32, for delta: see splash attention.
+    return out.astype(q.dtype), (q, k, v, out, lse)
 
 
 def _ring_bwd(plan: Plan, ring: Ring, residuals, dout):
     q, k, v, out, lse = residuals
     fixed = {
-        "q": scaled_query(q, plan.problem),
+        "q": q,
         "dout": dout,
         "lse": lse_to_base2(lse),
         "delta": delta_rows(out, dout)[:, None, :],

@@ -1,7 +1,6 @@
 """Eight CPU devices for the ring tests, set before jax makes its CPU client (importing jax alone does not make it)."""
 
 import os
-import sys
 
 DEVICES = 8
 
@@ -19,8 +18,6 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
-
-sys.path.insert(0, os.path.dirname(__file__))  # tpu_oracle
 
 
 @pytest.fixture(scope="session")

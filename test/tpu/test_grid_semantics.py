@@ -123,13 +123,13 @@ def test_breakage_one_slot():
 
 def slot_gradient(q, k, v, dout, slots):
     """dq by the fused kernel with any number of slots, which the public interface would refuse."""
-    from cudnn_dsa_tpu.attention import delta_rows, lse_to_base2, scaled_query
+    from cudnn_dsa_tpu.attention import delta_rows, lse_to_base2
     from cudnn_dsa_tpu.backward import Gradients, Operands, backward
 
     problem = check_attention(q, k, v, scale=None, orig_q_seq_len=None, orig_kv_seq_len=None)
     want = tpu_oracle.attention(q, k, v, dout)
     operands = Operands(
-        q=scaled_query(q, problem),
+        q=q,
         dout=dout,
         lse=lse_to_base2(jnp.asarray(want.lse, jnp.float32)),
         delta=delta_rows(jnp.asarray(want.out, jnp.float32), dout)[:, None, :],
@@ -164,10 +164,9 @@ def test_kernels_never_read_beyond_the_valid_keys():
     out, lse = cudnn_dsa_tpu.forward.forward(
         q, *poisoned, None, None, problem=problem, tiles=Tiles(128, 128, 128), out_dtype=jnp.float32, interpret=True
     )
-    scale = np.log(2)  # the kernel's logits are in base 2
-    want = tpu_oracle.attention(q, k[:, :200], v[:, :200], out, scale=scale)
+    want = tpu_oracle.attention(q, k[:, :200], v[:, :200], out)
     assert tpu_oracle.relative_error(out, want.out) < 1e-5
-    assert tpu_oracle.relative_error(np.asarray(lse)[:, 0] * scale, want.lse) < 1e-5
+    assert tpu_oracle.relative_error(np.asarray(lse)[:, 0] * np.log(2), want.lse) < 1e-5
 
 
 def test_slots_are_poisoned(monkeypatch):

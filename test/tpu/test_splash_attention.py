@@ -174,6 +174,16 @@ def test_hostile_logits():
     check(case, inputs, run(case, inputs), factor=12)
 
 
+@pytest.mark.parametrize("options", [(), UNFUSED], ids=["fused", "unfused"])
+@pytest.mark.parametrize("amplitude", [4.0, pytest.param(40.0, marks=pytest.mark.slow)])
+def test_bf16_keeps_its_digits_at_large_logits(amplitude, options):
+    """Logits up to 18 and 180. A bf16 out in delta, or a q rounded again after scaling, costs 6e-3 and 4e-2 here."""
+    case = Case(128, 256, heads=1, dtype="bfloat16", options=options)
+    inputs = make_inputs(case)
+    inputs["q"] = inputs["q"] * jnp.bfloat16(amplitude)
+    check(case, inputs, run(case, inputs), factor=0.8)
+
+
 def test_keys_of_other_segments_do_not_leak():
     """A NaN-free but enormous value in another segment leaves no trace, forward or backward."""
     case = Case(130, 260, segments=True)
