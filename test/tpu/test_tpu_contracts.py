@@ -1,5 +1,10 @@
 """Every refusal names the argument, what was expected and what came."""
 
+import os
+import subprocess
+import sys
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,8 +90,6 @@ def test_block_sizes_defaults():
 
 
 def problem(q_len, kv_len, heads=4, head_dim=128, dtype=jnp.bfloat16):
-    import jax
-
     q, k = (jax.ShapeDtypeStruct((heads, n, head_dim), dtype) for n in (q_len, kv_len))
     return check_attention(q, k, k, scale=None, orig_q_seq_len=None, orig_kv_seq_len=None)
 
@@ -116,6 +119,12 @@ def test_vmem_depends_on_the_chip():
     with pytest.raises(ContractError, match="v4"):
         check_vmem(sizes, case, CHIPS["v4"])
     assert CHIPS["tpu7x"].vmem_bytes == 64 * MIB
+
+
+def test_imports_neither_torch_nor_libtpu():
+    code = "import sys, cudnn_dsa_tpu; sys.exit(any(name in sys.modules for name in ('torch', 'libtpu')))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False).returncode == 0
 
 
 def test_nothing_is_read_by_the_checks():
