@@ -167,18 +167,18 @@ def _kernel_inputs(x: Operands, tiles: Tiles, query, key) -> tuple[_Inputs, _Inp
     """The kernel's operands and their block specs. ``query`` and ``key`` map a grid point to (head, tile)."""
     d, dv = x.q.shape[-1], x.v.shape[-1]
 
-    def rows(width, index):
+    def rows(index):
         return lambda *point: (*index(*point), 0)
 
     row = pl.BlockSpec((None, 1, tiles.q), lambda *point: (query(*point)[0], 0, query(*point)[1]))
     inputs = _Inputs(x.q, x.dout, x.lse, x.delta, x.k, x.v)
     specs = _Inputs(
-        pl.BlockSpec((None, tiles.q, d), rows(d, query)),
-        pl.BlockSpec((None, tiles.q, dv), rows(dv, query)),
+        pl.BlockSpec((None, tiles.q, d), rows(query)),
+        pl.BlockSpec((None, tiles.q, dv), rows(query)),
         row,
         row,
-        pl.BlockSpec((None, tiles.kv, d), rows(d, key)),
-        pl.BlockSpec((None, tiles.kv, dv), rows(dv, key)),
+        pl.BlockSpec((None, tiles.kv, d), rows(key)),
+        pl.BlockSpec((None, tiles.kv, dv), rows(key)),
     )
     if x.segment_ids is not None:
         kv_ids = x.segment_ids.kv
