@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from cudnn_dsa_tpu import BlockSizes, SegmentIds, aot, bundles, ring_attention, splash_attention
 from cudnn_dsa_tpu.__main__ import main
+from cudnn_dsa_tpu.attention import RESIDUAL_NAMES
 from cudnn_dsa_tpu.chips import CHIPS, current_chip
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed (extra tpu-aot)")
@@ -77,6 +78,23 @@ def test_ragged_tails_compile(tail, fused):
     shapes = [(1, 300, 128), (1, 256 + tail, 128), (1, 256 + tail, 128)]
     structs = [(jax.ShapeDtypeStruct(shape, jnp.bfloat16), P()) for shape in shapes]
     aot.compile_for(aot.topology_mesh(CHIPS["v6e"]), gradients, *structs)
+
+
+@pytest.mark.parametrize(("policy", "kernels"), [("nothing", 3), ("named", 2)])
+def test_checkpoint(policy, kernels):
+    """Under jax.checkpoint the named residuals decide whether the forward kernel runs again. (Compiled rather than run:
+    jax.checkpoint refuses the interpreter's callbacks.)"""
+    aot.prepare()
+    policies = jax.checkpoint_policies
+    saved = policies.save_only_these_names(*RESIDUAL_NAMES) if policy == "named" else policies.nothing_saveable
+
+    def loss(q, k, v):
+        return jnp.sum(splash_attention(q, k, v, block_sizes=BLOCKS, interpret=False) ** 2)
+
+    gradient = jax.value_and_grad(jax.checkpoint(loss, policy=saved), argnums=(0, 1, 2))
+    x = (jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16), P())
+    compiled = aot.compile_for(aot.topology_mesh(CHIPS["v6e"]), gradient, x, x, x)
+    assert aot.overlap(compiled.as_text()) == "K" * kernels
 
 
 def test_chip_is_that_of_the_abstract_mesh():

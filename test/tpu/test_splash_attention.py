@@ -10,7 +10,6 @@ import tpu_oracle
 from jax.experimental.pallas import tpu as pltpu
 
 from cudnn_dsa_tpu import BlockSizes, SegmentIds, splash_attention
-from cudnn_dsa_tpu.attention import RESIDUAL_NAMES
 
 SMALL = BlockSizes(block_q=128, block_kv=128)
 
@@ -218,20 +217,3 @@ def test_batches_by_vmap():
         want = tpu_oracle.attention(*arrays, ids=inputs["ids"], sink=inputs["sink"])._asdict()
         result = dict(zip(("out", "dq", "dk", "dv", "dsink"), (r[n] for r in results), strict=True))
         tpu_oracle.assert_close(result, want, case.dtype)
-
-
-@pytest.mark.parametrize(("policy", "forward_kernels"), [("nothing_saveable", 2), ("named", 1)])
-def test_checkpoint(policy, forward_kernels):
-    """Under jax.checkpoint the named residuals decide whether the forward kernel runs again. Traced for a TPU only:
-    jax.checkpoint refuses the interpreter's callbacks."""
-    case = Case(128, 200)
-    inputs = make_inputs(case)
-    policies = jax.checkpoint_policies
-    saved = policies.save_only_these_names(*RESIDUAL_NAMES) if policy == "named" else policies.nothing_saveable
-
-    def loss(q, k, v):
-        return jnp.sum(splash_attention(q, k, v, block_sizes=SMALL, interpret=False) ** 2)
-
-    gradient = jax.grad(jax.checkpoint(loss, policy=saved), argnums=(0, 1, 2))
-    jaxpr = str(jax.make_jaxpr(gradient)(*(inputs[name] for name in ("q", "k", "v"))))
-    assert jaxpr.count("name=splash_forward") == forward_kernels
