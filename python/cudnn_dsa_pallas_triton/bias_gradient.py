@@ -1,0 +1,145 @@
+"""dbias: the gradient of the pre-cap logits, summed in fp32 over every axis that the bias is broadcast over.
+
+One program owns one tile of the bias and walks, in a fixed order, all (batch, head, block of queries, block of keys)
+that share it, recomputing ds for each. Nothing of shape [B, H, T, t] exists unless the bias itself has that shape, and
+there are no atomics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cudnn_dsa_pallas_triton.backward import gradient_tile, with_row_terms
+from cudnn_dsa_pallas_triton.config import KernelConfig, dbias_splits
+from cudnn_dsa_pallas_triton.contracts import Problem
+from cudnn_dsa_pallas_triton.forward import make_tile
+from cudnn_dsa_pallas_triton.lowering import call, cdiv, ds, load, loop, program_id, store
+from cudnn_dsa_pallas_triton.operands import lead_index
+from cudnn_dsa_pallas_triton.tile import Tile
+from cudnn_dsa_pallas_triton.visibility import query_major
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes (batch dimensions, heads, blocks of queries, blocks of keys) and which of them the bias keeps."""
+
+    sizes: tuple[int, ...]
+    kept: tuple[bool, ...]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the bias."""
+        return math.prod(s for s, k in zip(self.sizes, self.kept, strict=True) if k)
+
+    @property
+    def steps(self) -> int:
+        """Score tiles that are summed into one tile of the bias."""
+        return math.prod(s for s, k in zip(self.sizes, self.kept, strict=True) if not k)
+
+    def unravel(self, of_tile: Any, of_step: Any) -> list[Any]:
+        """The coordinate on every axis, from a tile number and a step number; the last axis varies fastest."""
+        coordinates: list[Any] = []
+        for size, kept in zip(reversed(self.sizes), reversed(self.kept), strict=True):
+            number = of_tile if kept else of_step
+            coordinates.append(number % size if size > 1 else 0)
+            number = number // size if size > 1 else number
+            of_tile, of_step = (number, of_step) if kept else (of_tile, number)
+        return coordinates[::-1]
+
+
+def bias_gradient(
+    problem: Problem, config: KernelConfig, splits: int, operands: dict[str, jax.Array], interpret: bool
+) -> jax.Array:
+    """dbias with the shape and dtype of ``operands["bias"]`` (in lead form)."""
+    bias = operands["bias"]
+    tile = make_tile(problem, config, operands)
+    lead = bias.shape[:-3]
+    batch = (problem.batch_size,) if len(lead) == 1 else problem.batch
+    sizes = (*batch, problem.q_heads, tile.q_blocks, tile.k_blocks)
+    # An axis of size 1 counts as kept: there is nothing to sum.
+    full = (*batch, problem.q_heads, problem.q_len, problem.kv_len)
+    axes = Axes(sizes, tuple(have == size for have, size in zip(bias.shape, full, strict=True)))
+    splits = max(splits, dbias_splits(axes.tiles, axes.steps))
+    splits = cdiv(axes.steps, cdiv(axes.steps, splits))
+    ranges = query_major(problem, operands, tile.block_q, tile.block_k)
+    dtype = bias.dtype if splits == 1 else jnp.dtype(jnp.float32)
+    # The name in the kernel differs from the operand's: an output of the same rank plus the axis of the splits.
+    partial = call(
+        lambda refs, outs: _kernel(tile, axes, cdiv(axes.steps, splits), refs, outs),
+        name="attention_dbias",
+        grid=(axes.tiles, splits),
+        inputs={**operands, "bounds": jnp.asarray(ranges.bounds[..., :: ranges.bounds.shape[-1] - 1])},
+        outputs={"dbias": jax.ShapeDtypeStruct((splits, *bias.shape), dtype)},
+        padded_last=tile.padded_last(),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )["dbias"]
+    # Added one by one: the order does not depend on how a reduction is compiled.
+    return functools.reduce(operator.add, [partial[s] for s in range(splits)]).astype(bias.dtype)
+
+
+def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict[str, Any]) -> None:
+    problem = tile.problem
+    number, split = program_id(0), program_id(1)
+
+    def score_tile(step: Any, acc: Any) -> Any:
+        *batch, h, i, j = axes.unravel(number, step)
+        n = batch[0]
+        for size, b in zip(axes.sizes[1:-3], batch[1:], strict=True):
+            n = n * size + b
+
+        def add(_: Any, acc: Any) -> Any:
+            qs = with_row_terms(tile, refs, n, h, tile.q_side(refs, n, h, i * tile.block_q))
+            ks = tile.k_side(refs, n, h, j * tile.block_k)
+            raw = tile.dot_tile(
+                [tile.q_rows(refs["q"], n, h, qs, c) for c in tile.qk_chunks],
+                [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks],
+            )
+            dp = tile.dot_tile(
+                [tile.q_rows(refs["dout"], n, h, qs, c) for c in tile.v_chunks],
+                [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks],
+            )
+            return acc + gradient_tile(tile, raw, dp, refs, n, h, qs, ks, True)[1]
+
+        if not masks_blocks(problem):
+            return add(0, acc)
+        index = (*lead_index(refs["bounds"], 2, n, h, problem), i)
+        visited = (load(refs["bounds"], (*index, 0)) <= j) & (j < load(refs["bounds"], (*index, 1)))
+        return loop(0, visited.astype(jnp.int32), add, acc)
+
+    acc = jnp.zeros((tile.block_q, tile.block_k), jnp.float32)
+    last = jnp.minimum((split + 1) * steps, axes.steps)
+    acc = loop(split * steps, last, score_tile, acc)
+
+    *batch, h, i, j = axes.unravel(number, 0)
+    out = outs["dbias"]
+    by_q, by_k = out.shape[-2] != 1, out.shape[-1] != 1
+    index: list[Any] = [split, *batch, h]
+    masks = []
+    for axis, (wide, block, start, length) in enumerate(
+        ((by_q, tile.block_q, i * tile.block_q, problem.q_len), (by_k, tile.block_k, j * tile.block_k, problem.kv_len))
+    ):
+        index.append(ds(start, block) if wide else 0)
+        if wide and length % block:
+            inside = start + jnp.arange(block, dtype=jnp.int32) < length
+            masks.append(jnp.expand_dims(inside, 1 - axis) if by_q and by_k else inside)
+    if not by_k:
+        acc = jnp.sum(acc, axis=1)
+    if not by_q:
+        acc = jnp.sum(acc, axis=0)
+    store(out, tuple(index), acc, functools.reduce(operator.and_, masks) if masks else None)
+
+
+def masks_blocks(problem: Problem) -> bool:
+    """Whether some score tiles may be masked as a whole."""
+    return problem.band != (None, None) or bool(problem.operands & frozenset(
+        {"mask", "k_start", "k_end", "q_start", "q_end", "q_segment_ids"}
+    ))

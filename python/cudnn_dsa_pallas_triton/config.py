@@ -1,0 +1,143 @@
+"""Tile sizes: what a configuration is, which ones are legal, and the defaults that ship."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from cudnn_dsa.contracts import ContractError, check_choice
+from cudnn_dsa_pallas_triton.contracts import Problem
+from cudnn_dsa_pallas_triton.lowering import MIN_DOT
+
+KERNELS = ("forward", "dq", "dkv", "dbias")
+_BLOCKS = (16, 32, 64, 128, 256)
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """How one kernel is tiled.
+
+    Attributes:
+        block_q, block_k: queries and keys of a tile; powers of two from 16.
+        num_warps: warps of a program: 1, 2, 4, 8 or 16.
+        num_stages: depth of Triton's software pipeline.
+        head_chunk: the widest piece of the head dimensions that one dot takes; a power of two from 16. Smaller pieces
+            need less shared memory.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+    head_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        check_choice("config.block_q", self.block_q, _BLOCKS)
+        check_choice("config.block_k", self.block_k, _BLOCKS)
+        check_choice("config.num_warps", self.num_warps, (1, 2, 4, 8, 16))
+        check_choice("config.num_stages", self.num_stages, (1, 2, 3, 4, 5))
+        check_choice("config.head_chunk", self.head_chunk, (16, 32, 64, 128, 256, 512))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tiles of every kernel of one call.
+
+    ``dbias_splits`` cuts the sum over the axes that the bias is broadcast over into that many partial sums, which are
+    then added in order: more parallelism where the bias is small, at that many times its memory in fp32.
+    """
+
+    forward: KernelConfig
+    dq: KernelConfig
+    dkv: KernelConfig
+    dbias: KernelConfig
+    dbias_splits: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dbias_splits <= 64:
+            raise ContractError("config.dbias_splits", "a value >= 1 and <= 64", str(self.dbias_splits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One piece of a head dimension: elements ``start`` to ``start + size``, of which those below ``dim`` exist."""
+
+    start: int
+    size: int
+    dim: int
+
+    @property
+    def is_partial(self) -> bool:
+        return self.start + self.size > self.dim
+
+
+def head_chunks(dim: int, limit: int) -> tuple[Chunk, ...]:
+    """Cut a head dimension into powers of two, at least 16 and at most ``limit``.
+
+    The tail is rounded up when that wastes at most a quarter (120 is one chunk of 128); otherwise it is cut further (96
+    is 64 + 32).
+    """
+    chunks: list[Chunk] = []
+    start = 0
+    while start < dim:
+        rest = dim - start
+        above = max(MIN_DOT, 1 << (rest - 1).bit_length())
+        below = max(MIN_DOT, 1 << (rest.bit_length() - 1))
+        size = min(limit, above if above - rest <= rest // 4 else below)
+        chunks.append(Chunk(start, size, dim))
+        start += size
+    return tuple(chunks)
+
+
+def padded_dim(chunks: tuple[Chunk, ...]) -> int:
+    """The head dimension rounded up to the end of the last chunk."""
+    return chunks[-1].start + chunks[-1].size
+
+
+def _fit(block: int, length: int) -> int:
+    """No tile longer than the sequence, rounded up to a power of two."""
+    return min(block, max(MIN_DOT, 1 << (length - 1).bit_length()))
+
+
+def fit(config: KernelConfig, problem: Problem) -> KernelConfig:
+    """``config`` with its tiles cut to the sequence lengths of ``problem``."""
+    return dataclasses.replace(
+        config, block_q=_fit(config.block_q, problem.q_len), block_k=_fit(config.block_k, problem.kv_len)
+    )
+
+
+# The defaults: one row per kernel, for 16-bit inputs with the larger head dimension up to the key.
+# fmt: off
+_DEFAULTS_16_BIT: dict[int, dict[str, KernelConfig]] = {
+    64:  {"forward": KernelConfig(128, 64, 4, 3), "dq": KernelConfig(128, 64, 4, 3),
+          "dkv": KernelConfig(64, 128, 4, 3), "dbias": KernelConfig(64, 64, 4, 3)},
+    128: {"forward": KernelConfig(128, 64, 8, 3), "dq": KernelConfig(128, 64, 8, 3),
+          "dkv": KernelConfig(64, 128, 8, 3), "dbias": KernelConfig(64, 64, 4, 2)},
+    256: {"forward": KernelConfig(64, 64, 4, 2), "dq": KernelConfig(64, 64, 8, 2),
+          "dkv": KernelConfig(32, 64, 8, 2), "dbias": KernelConfig(64, 64, 8, 1)},
+    512: {"forward": KernelConfig(64, 32, 8, 1, 128), "dq": KernelConfig(32, 32, 8, 1, 128),
+          "dkv": KernelConfig(16, 32, 8, 1, 128), "dbias": KernelConfig(32, 32, 8, 1, 128)},
+}
+_DEFAULTS_32_BIT: dict[int, dict[str, KernelConfig]] = {
+    64:  {name: KernelConfig(32, 32, 4, 1) for name in KERNELS},
+    128: {name: KernelConfig(32, 32, 4, 1, 64) for name in KERNELS},
+    512: {name: KernelConfig(16, 16, 4, 1, 64) for name in KERNELS},
+}
+# fmt: on
+
+# Enough programs to fill a large GPU twice.
+_PROGRAMS = 256
+
+
+def default_config(problem: Problem) -> Config:
+    """The configuration that is used when none is given."""
+    table = _DEFAULTS_32_BIT if _ITEMSIZE[problem.dtype] == 4 else _DEFAULTS_16_BIT
+    dim = max(problem.head_dim, problem.v_head_dim)
+    row = table[min(key for key in table if key >= dim)]
+    return Config(**row, dbias_splits=1)
+
+
+def dbias_splits(programs: int, steps: int) -> int:
+    """Partial sums of the bias gradient: enough that its programs fill the GPU, each with at least 8 steps."""
+    return max(1, min(math.ceil(_PROGRAMS / programs), steps // 8, 64))

@@ -1,0 +1,68 @@
+"""The differentiable core: residuals, and which kernels a backward pass runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from cudnn_dsa_pallas_triton.backward import key_value_gradient, query_gradient, row_terms
+from cudnn_dsa_pallas_triton.bias_gradient import bias_gradient
+from cudnn_dsa_pallas_triton.config import Config, fit
+from cudnn_dsa_pallas_triton.contracts import Problem
+from cudnn_dsa_pallas_triton.forward import forward
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a call."""
+
+    problem: Problem
+    config: Config
+    interpret: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention_core(plan: Plan, floats: Arrays, masks: Arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out, m, l) of ``forward.forward``.
+
+    Args:
+        floats: q, k, v and, where given, bias and attn_sink: what has a gradient. All in kernel form.
+        masks: integer and boolean operands.
+    """
+    return _forward(plan, floats, masks)[0]
+
+
+def _forward(plan: Plan, floats: Arrays, masks: Arrays):
+    config = fit(plan.config.forward, plan.problem)
+    out, m, l = forward(plan.problem, config, {**floats, **masks}, plan.interpret)
+    # Un-normalised output is linear in what the backward recomputes: nothing of it is kept.
+    kept = out if plan.problem.normalize else None
+    return (out, m, l), (floats, masks, kept, m, l)
+
+
+def _backward(plan: Plan, residuals, cotangents):
+    problem, config = plan.problem, plan.config
+    floats, masks, out, m, l = residuals
+    dout, _, dl = cotangents  # m is a stop-gradient
+    lse2, delta = row_terms(problem, out, m, l, dout, dl)
+    operands = {**floats, **masks, "dout": dout, "lse2": lse2, "delta": delta}
+    grads: Arrays = {}
+    sink = operands.pop("attn_sink", None)
+    if sink is not None:
+        p_sink = jnp.exp2(jnp.where(l == 0.0, -jnp.inf, sink.astype(jnp.float32)[:, None] * 1.4426950408889634 - lse2))
+        grads["attn_sink"] = -jnp.sum(p_sink * delta, axis=(0, 2)).astype(sink.dtype)
+    grads["q"] = query_gradient(problem, fit(config.dq, problem), operands, plan.interpret)
+    grads["k"], grads["v"] = key_value_gradient(problem, fit(config.dkv, problem), operands, plan.interpret)
+    if "bias" in floats:
+        grads["bias"] = bias_gradient(
+            problem, fit(config.dbias, problem), config.dbias_splits, operands, plan.interpret
+        )
+    return grads, None
+
+
+attention_core.defvjp(_forward, _backward)
