@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 
+from cudnn_dsa_pallas_triton.autotune import cached_config, remember, tune
 from cudnn_dsa_pallas_triton.config import Config, default_config
-from cudnn_dsa_pallas_triton.contracts import Options, check
+from cudnn_dsa_pallas_triton.contracts import Options, Problem, check
 from cudnn_dsa_pallas_triton.operands import canonical, canonical_masks
 from cudnn_dsa_pallas_triton.vjp import Plan, attention_core
 
@@ -44,11 +46,12 @@ def attention(
     """Flash attention on the Triton backend of Pallas, differentiable in q, k, v, bias and attn_sink.
 
     The logit of a query and a key is ``logits_scale * dot(q, k)`` in fp32, cast to ``logits_dtype``, plus ``bias``,
-    then ``c * tanh(u / c)`` for a soft cap c, then masked; softmax over keys, dropout on the probabilities (not on their
-    normaliser), times v. All masks are ANDed. A masked logit contributes exactly nothing, whatever q, k and v hold there
-    (inf and NaN included); a row without an allowed key gives 0 and zero gradients. A row that attends a key whose v is
-    not finite is NaN. A bias of -inf masks unless there is a soft cap, under which it becomes -c; it does not shield
-    from inf or NaN in v.
+    then ``c * tanh(u / c)`` for a soft cap c, then masked; softmax over keys, dropout on the probabilities (not on
+    their normaliser), times v. All masks are ANDed.
+
+    A masked logit contributes exactly nothing, whatever q, k and v hold there (inf and NaN included); a row without an
+    allowed key gives 0 and zero gradients. A row that attends a key whose v is not finite is NaN. A bias of -inf masks
+    unless there is a soft cap, under which it becomes -c; it does not shield from inf or NaN in v.
 
     Args:
         q: [*B, T, H, D], float32, bfloat16 or float16; 8 <= D <= 512. Any number of batch dimensions, none included.
@@ -77,8 +80,9 @@ def attention(
         interpret: run in Pallas's interpret mode; None does so unless the default backend is a GPU.
 
     Returns:
-        [*B, T, H, d] in the dtype of q; with ``return_residuals`` a pair of it and (m, l), both [*B, H, T] fp32: the row
-        maximum (sink included, -inf for a row without an allowed key; no gradient flows through it) and the normaliser.
+        [*B, T, H, d] in the dtype of q; with ``return_residuals`` a pair of it and (m, l), both [*B, H, T] fp32: the
+        row maximum (sink included, -inf for a row without an allowed key; no gradient flows through it) and the
+        normaliser.
 
     Raises:
         ContractError: naming the argument.
@@ -89,24 +93,62 @@ def attention(
         "k_indices": k_indices, "attn_sink": attn_sink,
     }  # fmt: skip
     options = Options(
-        is_causal, logits_soft_cap, logits_scale, dropout_rate, local_window_size, logits_dtype, precision, normalize_output
+        is_causal,
+        logits_soft_cap,
+        logits_scale,
+        dropout_rate,
+        local_window_size,
+        logits_dtype,
+        precision,
+        normalize_output,
     )
     problem = check(arrays, options)
     if interpret is None:
         interpret = jax.default_backend() != "gpu"
-    plan = Plan(problem, config or default_config(problem), interpret)
-    out, m, l = _run(plan, {name: x for name, x in arrays.items() if x is not None})
+    config = config or cached_config(problem) or default_config(problem)
+    out, m, l = _run(Plan(problem, config, interpret), _given(arrays))
     return (out, (m, l)) if return_residuals else out
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(plan: Plan, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    problem = plan.problem
+def autotune(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool | None = None, **kwargs: Any) -> Config:
+    """The fastest configuration for a call of :func:`attention` with these arguments on this device.
+
+    Measured once per device kind and kind of call, then read from the cache (see ``autotune.py``). Must be called with
+    arrays, not under ``jit``.
+
+    Args:
+        kwargs: array and other arguments of :func:`attention`, apart from ``config`` and ``return_residuals``.
+    """
+    options = Options(**{f.name: kwargs.pop(f.name) for f in dataclasses.fields(Options) if f.name in kwargs})
+    arrays = {"q": q, "k": k, "v": v, **kwargs}
+    problem = check(arrays, options)
+    config = cached_config(problem)
+    if config is None:
+        if interpret is None:
+            interpret = jax.default_backend() != "gpu"
+        config = tune(problem, *_kernel_form(problem, _given(arrays)), interpret=interpret)
+        remember(problem, config)
+    return config
+
+
+def _given(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _kernel_form(problem: Problem, arrays: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(differentiable operands, masks) as the kernels take them."""
     floats = {name: arrays[name].reshape(problem.batch_size, *arrays[name].shape[-3:]) for name in "qkv"}
     if "bias" in arrays:
         floats["bias"] = canonical("bias", arrays["bias"], problem)
     if "attn_sink" in arrays:
         floats["attn_sink"] = arrays["attn_sink"]
-    out, m, l = attention_core(plan, floats, canonical_masks(arrays, problem))
+    return floats, canonical_masks(arrays, problem)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: Plan, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    problem = plan.problem
+    out, m, l = attention_core(plan, *_kernel_form(problem, arrays))
     m = jax.lax.stop_gradient(m)
-    return tuple(x.reshape(*problem.batch, *x.shape[1:]) for x in (out, m, l))
+    out, m, l = (x.reshape(*problem.batch, *x.shape[1:]) for x in (out, m, l))
+    return out, m, l

@@ -1,13 +1,14 @@
 """The backward kernels of q, k and v.
 
-With p = exp(s - m) / l (un-normalised: exp(s - m)), g = keep (0 or 1 / (1 - rate); 1 without dropout) and dp = dout v^T:
+With p = exp(s - m) / l (un-normalised: exp(s - m)), dp = dout v^T and g the dropout factor (0 or 1 / (1 - rate)):
 
     ds = p * (g * dp - delta) * cap'         cap' = 1 - tanh(u / c)^2, taken before masking
     delta = sum_d dout * out - dl * l        un-normalised: delta = -dl
-    dq = scale * ds k        dk = scale * ds^T q        dv = (g * p)^T dout        dsink = -sum exp(sink - m) / l * delta
+    dq = scale * ds k        dk = scale * ds^T q        dv = (g * p)^T dout
+    dsink = -sum delta * exp(sink - m) / l
 
-Each kernel recomputes p from the residual ``lse2`` = log2(e) * m + log2(l) (un-normalised: log2(e) * m). Every sum has a
-fixed order and there are no atomics, so a second run gives the same bits.
+Each kernel recomputes p from the residual ``lse2`` = log2(e) * m + log2(l) (un-normalised: log2(e) * m). Every sum has
+a fixed order and there are no atomics, so a second run gives the same bits.
 """
 
 from __future__ import annotations

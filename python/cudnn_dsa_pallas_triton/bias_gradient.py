@@ -54,9 +54,7 @@ class Axes:
         return coordinates[::-1]
 
 
-def bias_gradient(
-    problem: Problem, config: KernelConfig, splits: int, operands: dict[str, jax.Array], interpret: bool
-) -> jax.Array:
+def bias_gradient(problem: Problem, config: KernelConfig, operands: dict[str, jax.Array], interpret: bool) -> jax.Array:
     """dbias with the shape and dtype of ``operands["bias"]`` (in lead form)."""
     bias = operands["bias"]
     tile = make_tile(problem, config, operands)
@@ -66,7 +64,7 @@ def bias_gradient(
     # An axis of size 1 counts as kept: there is nothing to sum.
     full = (*batch, problem.q_heads, problem.q_len, problem.kv_len)
     axes = Axes(sizes, tuple(have == size for have, size in zip(bias.shape, full, strict=True)))
-    splits = max(splits, dbias_splits(axes.tiles, axes.steps))
+    splits = dbias_splits(axes.tiles, axes.steps)
     splits = cdiv(axes.steps, cdiv(axes.steps, splits))
     ranges = query_major(problem, operands, tile.block_q, tile.block_k)
     dtype = bias.dtype if splits == 1 else jnp.dtype(jnp.float32)
@@ -140,6 +138,6 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
 
 def masks_blocks(problem: Problem) -> bool:
     """Whether some score tiles may be masked as a whole."""
-    return problem.band != (None, None) or bool(problem.operands & frozenset(
-        {"mask", "k_start", "k_end", "q_start", "q_end", "q_segment_ids"}
-    ))
+    return problem.band != (None, None) or bool(
+        problem.operands & frozenset({"mask", "k_start", "k_end", "q_start", "q_end", "q_segment_ids"})
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from cudnn_dsa.contracts import ContractError, check_choice
+from cudnn_dsa.contracts import check_choice
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.lowering import MIN_DOT
 
@@ -44,19 +44,13 @@ class KernelConfig:
 class Config:
     """The tiles of every kernel of one call.
 
-    ``dbias_splits`` cuts the sum over the axes that the bias is broadcast over into that many partial sums, which are
-    then added in order: more parallelism where the bias is small, at that many times its memory in fp32.
+    ``dbias`` is not used without a bias.
     """
 
     forward: KernelConfig
     dq: KernelConfig
     dkv: KernelConfig
     dbias: KernelConfig
-    dbias_splits: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.dbias_splits <= 64:
-            raise ContractError("config.dbias_splits", "a value >= 1 and <= 64", str(self.dbias_splits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +129,62 @@ def default_config(problem: Problem) -> Config:
     table = _DEFAULTS_32_BIT if _ITEMSIZE[problem.dtype] == 4 else _DEFAULTS_16_BIT
     dim = max(problem.head_dim, problem.v_head_dim)
     row = table[min(key for key in table if key >= dim)]
-    return Config(**row, dbias_splits=1)
+    return Config(**row)
 
 
 def dbias_splits(programs: int, steps: int) -> int:
     """Partial sums of the bias gradient: enough that its programs fill the GPU, each with at least 8 steps."""
     return max(1, min(math.ceil(_PROGRAMS / programs), steps // 8, 64))
+
+
+# Shared memory of a program on Hopper; a device with less refuses more of the candidates when they are compiled.
+_SHARED_BYTES = 227 * 1024
+# fp32 accumulators that a thread can hold beside everything else.
+_ACCUMULATORS = 200
+
+
+def shared_bytes(config: KernelConfig, problem: Problem, kernel: str) -> int:
+    """An estimate of a program's shared memory: its own tiles once, the tiles of the loop once per stage."""
+    item = _ITEMSIZE[problem.dtype]
+    qk, v = (padded_dim(head_chunks(n, config.head_chunk)) for n in (problem.head_dim, problem.v_head_dim))
+    q_tile, k_tile = config.block_q * item, config.block_k * item
+    if kernel == "forward":
+        own, looped = q_tile * qk, k_tile * (qk + v)
+    elif kernel == "dq":
+        own, looped = q_tile * (qk + v), k_tile * (qk + v)
+    else:
+        own, looped = k_tile * (qk + v), q_tile * (qk + v)
+    return own + looped * config.num_stages
+
+
+def accumulators(config: KernelConfig, problem: Problem, kernel: str) -> int:
+    """fp32 values per thread that live across the loop, plus one score tile."""
+    qk, v = (padded_dim(head_chunks(n, config.head_chunk)) for n in (problem.head_dim, problem.v_head_dim))
+    score = config.block_q * config.block_k
+    held = {
+        "forward": config.block_q * v,
+        "dq": config.block_q * qk,
+        "dkv": config.block_k * (qk + v),
+        "dbias": score,
+    }[kernel]
+    return (held + score) // (32 * config.num_warps)
+
+
+def candidates(problem: Problem, kernel: str) -> list[KernelConfig]:
+    """Configurations worth measuring: those that fit shared memory and registers by the estimates above."""
+    small = _ITEMSIZE[problem.dtype] == 4 or max(problem.head_dim, problem.v_head_dim) > 256
+    blocks = (16, 32, 64) if small else (32, 64, 128)
+    chunks = (64, 128) if small else (512,)
+    configs = [
+        KernelConfig(block_q, block_k, num_warps, num_stages, chunk)
+        for block_q in blocks
+        for block_k in blocks
+        for num_warps in (4, 8)
+        for num_stages in ((1, 2) if small else (1, 2, 3, 4))
+        for chunk in chunks
+    ]
+    return [
+        c
+        for c in configs
+        if shared_bytes(c, problem, kernel) <= _SHARED_BYTES and accumulators(c, problem, kernel) <= _ACCUMULATORS
+    ]

@@ -1,4 +1,4 @@
-"""The contract of :func:`cudnn_dsa_pallas_triton.attention`: what a call may look like, decided before anything runs."""
+"""The contract of ``attention``: what a call may look like, decided before anything runs."""
 
 from __future__ import annotations
 

@@ -104,15 +104,17 @@ def call(
     """
     inputs = {key: jnp.asarray(x) for key, x in inputs.items()}
     # Under shard_map the outputs vary over the mesh axes that any input varies over.
-    vma = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in inputs.values()))
-    if vma:
-        outputs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype, vma=vma) for key, x in outputs.items()}
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs.values()))
+    if varying:
+        axes = jax.sharding.ManualAxisType(varying=varying)
+        outputs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for key, x in outputs.items()}
 
     @functools.wraps(kernel)
     def flat(*arrays: Any) -> None:
         zero = program_id(0) * 0
         refs = [Ref(x, zero) for x in arrays]
-        kernel(dict(zip(inputs, refs[: len(inputs)], strict=True)), dict(zip(outputs, refs[len(inputs) :], strict=True)))
+        ins, outs = refs[: len(inputs)], refs[len(inputs) :]
+        kernel(dict(zip(inputs, ins, strict=True)), dict(zip(outputs, outs, strict=True)))
 
     results = pl.pallas_call(
         flat,

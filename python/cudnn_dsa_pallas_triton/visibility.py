@@ -117,9 +117,9 @@ def _visible(problem: Problem, masks: Mapping[str, jax.Array], block_q: int, blo
         "q_start": lambda lo, hi: lo[..., None, :] < first_q + block_q,
         "q_end": lambda lo, hi: hi[..., None, :] > first_q,
     }
-    for name, test in limits.items():
+    for name, limit in limits.items():
         if name in masks:
-            tests.append(test(*_per_block(masks[name], block_q if name[0] == "k" else block_k)))
+            tests.append(limit(*_per_block(masks[name], block_q if name[0] == "k" else block_k)))
     if "mask" in masks:
         tests.append(_any_in_block(masks["mask"], block_q, block_k))
     # Lead forms differ (some operands keep their batch dimensions apart): bring all to the longest one first.

@@ -59,9 +59,7 @@ def _backward(plan: Plan, residuals, cotangents):
     grads["q"] = query_gradient(problem, fit(config.dq, problem), operands, plan.interpret)
     grads["k"], grads["v"] = key_value_gradient(problem, fit(config.dkv, problem), operands, plan.interpret)
     if "bias" in floats:
-        grads["bias"] = bias_gradient(
-            problem, fit(config.dbias, problem), config.dbias_splits, operands, plan.interpret
-        )
+        grads["bias"] = bias_gradient(problem, fit(config.dbias, problem), operands, plan.interpret)
     return grads, None
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pallas_triton.pallas_triton_oracle import oracle
 
 from cudnn_dsa_pallas_triton import Config, KernelConfig, attention
-from pallas_triton.pallas_triton_oracle import oracle
 
 # Small, unequal tiles that do not divide the default lengths below.
 SMALL = Config(

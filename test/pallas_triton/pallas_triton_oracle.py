@@ -1,7 +1,7 @@
 """The operator in float64 NumPy, dense and slow, with its gradients written out.
 
-Nothing is shared with the package. Products with masked pairs are never formed, so that inf and NaN behind a mask cannot
-reach a sum. ``test_oracle.py`` compares the gradients with finite differences.
+Nothing is shared with the package. Products with masked pairs are never summed, so that inf and NaN behind a mask
+cannot reach a result. ``test_oracle.py`` compares the gradients with finite differences.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _unbroadcast(x, shape):
 
 
 def allowed_pairs(
-    batch, heads, q_len, kv_len, *, mask=None, is_causal=False, segment_ids=None, k_start=None, k_end=None, q_start=None,
-    q_end=None, q_indices=None, k_indices=None, local_window_size=None, **_,
+    batch, heads, q_len, kv_len, *, mask=None, is_causal=False, segment_ids=None, k_start=None, k_end=None,
+    q_start=None, q_end=None, q_indices=None, k_indices=None, local_window_size=None, **_,
 ):  # fmt: skip
     """bool [*B, H, T, t]: the AND of all masks."""
     full, per_q, per_k = (*batch, heads, q_len, kv_len), (*batch, heads, q_len), (*batch, heads, kv_len)
@@ -59,8 +59,8 @@ def allowed_pairs(
 
 
 def oracle(
-    q, k, v, *, dout=None, dl=None, bias=None, logits_soft_cap=None, logits_scale=None, dropout_mask=None, dropout_rate=0.0,
-    attn_sink=None, logits_dtype=None, normalize_output=True, **masks,
+    q, k, v, *, dout=None, dl=None, bias=None, logits_soft_cap=None, logits_scale=None, dropout_mask=None,
+    dropout_rate=0.0, attn_sink=None, logits_dtype=None, normalize_output=True, **masks,
 ):  # fmt: skip
     """dict of out, m, l and, where ``dout`` is given, dq, dk, dv, dbias, dsink; all float64.
 

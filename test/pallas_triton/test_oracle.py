@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from pallas_triton.pallas_triton_cases import FEATURES, Sizes, draw, inputs
 from pallas_triton.pallas_triton_oracle import oracle
 
