@@ -36,10 +36,10 @@ Arrays = dict[str, jax.Array]
 def run_kernel(
     name: str, problem: Problem, config: KernelConfig, operands: Arrays, interpret: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """One kernel by its name in :class:`Config`. ``operands`` hold dout, lse2 and delta for the backward ones."""
+    """One kernel by its name in :class:`Config`. ``operands`` also hold dout and row terms for the backward."""
     operands = dict(operands)
     if name == "forward":
-        for row_term in ("dout", "lse2", "delta"):
+        for row_term in ("dout", "shift", "log2l", "delta"):
             operands.pop(row_term, None)
         return forward(problem, config, operands, interpret)
     operands.pop("attn_sink", None)
@@ -71,8 +71,7 @@ def tune(
     default = default_config(problem)
     out, m, l = forward(problem, fit(default.forward, problem), operands, interpret)
     dout = jax.random.normal(jax.random.key(0), out.shape, out.dtype)
-    lse2, delta = row_terms(problem, out, m, l, dout, jnp.zeros_like(l))
-    operands |= {"dout": dout, "lse2": lse2, "delta": delta}
+    operands |= {"dout": dout, **row_terms(problem, out, m, l, dout, jnp.zeros_like(l))}
     best = {}
     for name in KERNELS:
         if name == "dbias" and "bias" not in operands:

@@ -7,8 +7,8 @@ With p = exp(s - m) / l (un-normalised: exp(s - m)), dp = dout v^T and g the dro
     dq = scale * ds k        dk = scale * ds^T q        dv = (g * p)^T dout
     dsink = -sum delta * exp(sink - m) / l
 
-Each kernel recomputes p from the residual ``lse2`` = log2(e) * m + log2(l) (un-normalised: log2(e) * m). Every sum has
-a fixed order and there are no atomics, so a second run gives the same bits.
+Each kernel recomputes p as exp2((s - m) * log2(e) - log2(l)) (un-normalised: without log2(l)). Every sum has a fixed
+order and there are no atomics, so a second run gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ from cudnn_dsa_pallas_triton.visibility import Ranges, key_major, query_major
 
 def row_terms(
     problem: Problem, out: jax.Array | None, m: jax.Array, l: jax.Array, dout: jax.Array, dl: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(lse2, delta), both [N, H, T] fp32. ``out`` is not needed for un-normalised output.
+) -> dict[str, jax.Array]:
+    """What the kernels read per row: shift (m), log2l and delta, each [N, H, T] fp32.
 
-    Rows without an allowed key get lse2 = +inf, so that every p of theirs is 0, and delta = 0. A row of ``dout`` with
-    inf or NaN gets lse2 = NaN, so that it shows in the gradients of exactly the keys that the row attends.
+    ``out`` is not needed for un-normalised output. Rows without an allowed key get log2l = +inf, so that every p of
+    theirs is 0, and shift = delta = 0. A row of ``dout`` with inf or NaN gets log2l = NaN, so that it shows in the
+    gradients of exactly the keys that the row attends.
     """
     empty = l == 0.0
     if problem.normalize:
         assert out is not None
         products = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
         delta = products - dl * l
-        lse2 = m * LOG2E + jnp.log2(jnp.where(empty, 1.0, l))
+        log2l = jnp.log2(jnp.where(empty, 1.0, l))
     else:
         products = jnp.sum(dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
         delta = -dl
-        lse2 = m * LOG2E
-    lse2 = jnp.where(jnp.isfinite(products), lse2, jnp.nan)
-    return jnp.where(empty, jnp.inf, lse2), jnp.where(empty, 0.0, delta)
+        log2l = jnp.zeros_like(l)
+    log2l = jnp.where(jnp.isfinite(products), log2l, jnp.nan)
+    return {
+        "shift": jnp.where(empty, 0.0, m),
+        "log2l": jnp.where(empty, jnp.inf, log2l),
+        "delta": jnp.where(empty, 0.0, delta),
+    }
 
 
 def gradient_tile(
@@ -54,7 +59,7 @@ def gradient_tile(
 ) -> tuple[jax.Array, jax.Array]:
     """(g * p, ds) of one tile, fp32; ds is the gradient of the logits before the cap, after bias and scale."""
     s, t = tile.logits(raw, refs, n, h, qs, ks)
-    exponent = s * LOG2E - tile.along_q(qs["lse2"])
+    exponent = (s - tile.along_q(qs["shift"])) * LOG2E - tile.along_q(qs["log2l"])
     allowed = tile.allowed(refs, n, h, qs, ks) if masked else None
     if allowed is not None:
         # Before the exponential: a masked logit may exceed the row maximum by any amount.
@@ -72,10 +77,10 @@ def gradient_tile(
 
 
 def with_row_terms(tile: Tile, refs: dict[str, Any], n: Any, h: Any, qs: dict[str, Any]) -> dict[str, Any]:
-    """``qs`` with lse2 and delta. Rows past the end get lse2 = +inf: their probabilities are 0."""
+    """``qs`` with the terms of ``row_terms``. Rows past the end get log2l = +inf: their probabilities are 0."""
     index = (n, h, ds(qs["start"], tile.block_q))
-    qs["lse2"] = load(refs["lse2"], index, qs["exists"], float("inf"))
-    qs["delta"] = load(refs["delta"], index, qs["exists"], 0.0)
+    for name, other in (("shift", 0.0), ("log2l", float("inf")), ("delta", 0.0)):
+        qs[name] = load(refs[name], index, qs["exists"], other)
     return qs
 
 

@@ -90,9 +90,9 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
                 s = jnp.where(allowed, s, jnp.float32(NEG_INF))
             m_new = jnp.maximum(m, jnp.max(s, axis=1))
             # Nothing seen yet: subtract 0, so that exp(-inf - 0) is 0 instead of exp(-inf + inf).
-            shift = jnp.where(m_new == NEG_INF, 0.0, m_new) * LOG2E
-            alpha = jnp.exp2(m * LOG2E - shift)
-            p = jnp.exp2(s * LOG2E - shift[:, None])
+            shift = jnp.where(m_new == NEG_INF, 0.0, m_new)
+            alpha = jnp.exp2((m - shift) * LOG2E)
+            p = jnp.exp2((s - shift[:, None]) * LOG2E)
             l = l * alpha + jnp.sum(p, axis=1)
             keep = tile.keep(refs, n, h, qs, ks)
             p = (p if keep is None else p * keep).astype(v[0].dtype)

@@ -5,7 +5,8 @@ probabilities are already the left operand of the dot that follows. Everything t
 vector; ``along_q`` and ``along_k`` expand it.
 
 The order is that of the operator: dot, times scale, cast to logits_dtype, plus bias, soft cap, mask. Exponentials are
-base 2 of (logit * log2(e)): one fused multiply-add with the subtracted maximum.
+base 2; the maximum is subtracted before the factor log2(e), because a bias of the most negative finite number, a common
+stand-in for a mask, overflows under that factor.
 """
 
 from __future__ import annotations

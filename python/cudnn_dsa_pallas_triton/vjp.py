@@ -13,6 +13,7 @@ from cudnn_dsa_pallas_triton.bias_gradient import bias_gradient
 from cudnn_dsa_pallas_triton.config import Config, fit
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.forward import forward
+from cudnn_dsa_pallas_triton.tile import LOG2E
 
 Arrays = dict[str, jax.Array]
 
@@ -49,13 +50,13 @@ def _backward(plan: Plan, residuals, cotangents):
     problem, config = plan.problem, plan.config
     floats, masks, out, m, l = residuals
     dout, _, dl = cotangents  # m is a stop-gradient
-    lse2, delta = row_terms(problem, out, m, l, dout, dl)
-    operands = {**floats, **masks, "dout": dout, "lse2": lse2, "delta": delta}
+    terms = row_terms(problem, out, m, l, dout, dl)
+    operands = {**floats, **masks, "dout": dout, **terms}
     grads: Arrays = {}
     sink = operands.pop("attn_sink", None)
     if sink is not None:
-        p_sink = jnp.exp2(jnp.where(l == 0.0, -jnp.inf, sink.astype(jnp.float32)[:, None] * 1.4426950408889634 - lse2))
-        grads["attn_sink"] = -jnp.sum(p_sink * delta, axis=(0, 2)).astype(sink.dtype)
+        exponent = (sink.astype(jnp.float32)[:, None] - terms["shift"]) * LOG2E - terms["log2l"]
+        grads["attn_sink"] = -jnp.sum(jnp.exp2(exponent) * terms["delta"], axis=(0, 2)).astype(sink.dtype)
     grads["q"] = query_gradient(problem, fit(config.dq, problem), operands, plan.interpret)
     grads["k"], grads["v"] = key_value_gradient(problem, fit(config.dkv, problem), operands, plan.interpret)
     if "bias" in floats:

@@ -36,7 +36,7 @@ class Sizes:
 
 
 def normal(rng, *shape, scale=1.0, dtype="float32"):
-    return np.asarray(jnp.asarray(rng.standard_normal(shape) * scale, dtype))
+    return np.array(jnp.asarray(rng.standard_normal(shape) * scale, dtype))  # a copy, for tests that write to it
 
 
 def inputs(rng, sizes, dtype="float32", scale=1.0):
