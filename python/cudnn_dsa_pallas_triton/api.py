@@ -11,6 +11,7 @@ import jax
 from cudnn_dsa_pallas_triton.autotune import cached_config, remember, tune
 from cudnn_dsa_pallas_triton.config import Config, default_config
 from cudnn_dsa_pallas_triton.contracts import Options, Problem, check
+from cudnn_dsa_pallas_triton.lowering import vary_alike
 from cudnn_dsa_pallas_triton.operands import canonical, canonical_masks
 from cudnn_dsa_pallas_triton.vjp import Plan, attention_core
 
@@ -148,7 +149,9 @@ def _kernel_form(problem: Problem, arrays: dict[str, Any]) -> tuple[dict[str, ja
 @functools.partial(jax.jit, static_argnums=0)
 def _run(plan: Plan, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
     problem = plan.problem
-    out, m, l = attention_core(plan, *_kernel_form(problem, arrays))
+    floats, masks = _kernel_form(problem, arrays)
+    operands = vary_alike({**floats, **masks})
+    out, m, l = attention_core(plan, {n: operands[n] for n in floats}, {n: operands[n] for n in masks})
     m = jax.lax.stop_gradient(m)
     out, m, l = (x.reshape(*problem.batch, *x.shape[1:]) for x in (out, m, l))
     return out, m, l

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,27 @@ def loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], init: Any) -> 
     return lax.fori_loop(jnp.int32(lower), jnp.int32(upper), body, init)
 
 
+def _varying_axes(arrays: Iterable[jax.Array]) -> frozenset[Any]:
+    """The mesh axes of an enclosing shard_map over which any of ``arrays`` varies."""
+    types = [getattr(jax.typeof(x), "manual_axis_type", None) for x in arrays]
+    return frozenset().union(*(t.varying for t in types if t is not None))
+
+
+def vary_alike(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """``arrays``, each varying over every mesh axis that one of them varies over.
+
+    Under shard_map an operand that is shared by the shards of an axis (a bias without that batch dimension) gets its
+    gradient summed over the axis: the transpose of this cast.
+    """
+    axes = _varying_axes(arrays.values())
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying_axes([x])))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return {name: cast(x) for name, x in arrays.items()}
+
+
 def _whole(shape: Sequence[int], last: int | None) -> pl.BlockSpec:
     """The whole array, its last dimension rounded up to ``last`` (reads past the array are masked by the kernel)."""
     block = (*shape[:-1], last or shape[-1]) if shape else ()
@@ -103,8 +124,7 @@ def call(
     of a ref is rounded up so that a static slice past the end is legal (its elements are to be masked).
     """
     inputs = {key: jnp.asarray(x) for key, x in inputs.items()}
-    # Under shard_map the outputs vary over the mesh axes that any input varies over.
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs.values()))
+    varying = _varying_axes(inputs.values())
     if varying:
         axes = jax.sharding.ManualAxisType(varying=varying)
         outputs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for key, x in outputs.items()}

@@ -63,7 +63,7 @@ def _band_ranges(band: tuple[int | None, int | None], own: int, other: int, bloc
     last = np.minimum(first + block, own) - 1
     lo = np.clip(first - before, 0, other) // other_block
     hi = -(-np.clip(last + after + 1, 0, other) // other_block)
-    hi = np.maximum(lo, hi)
+    hi = np.where(first - before < other, np.maximum(lo, hi), lo)
     # A block that sticks out past the end of the sequence is never an inner one.
     inner_lo = np.clip(-(-np.clip(last - before, 0, other) // other_block), lo, hi)
     inner_end = np.clip(first + after + 1, 0, other)
