@@ -39,7 +39,7 @@ def run_kernel(
     """One kernel by its name in :class:`Config`. ``operands`` also hold dout and row terms for the backward."""
     operands = dict(operands)
     if name == "forward":
-        for row_term in ("dout", "shift", "log2l", "delta"):
+        for row_term in ("dout", "shift", "log2l", "lse2", "delta"):
             operands.pop(row_term, None)
         return forward(problem, config, operands, interpret)
     operands.pop("attn_sink", None)

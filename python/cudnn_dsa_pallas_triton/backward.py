@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from cudnn_dsa_pallas_triton.config import KernelConfig
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.forward import make_tile, store_rows, visit
-from cudnn_dsa_pallas_triton.lowering import call, dot, ds, load, loop, program_id
+from cudnn_dsa_pallas_triton.lowering import call, dot, ds, exp2, load, loop, program_id
 from cudnn_dsa_pallas_triton.operands import lead_index
 from cudnn_dsa_pallas_triton.tile import LOG2E, NEG_INF, Tile, clean
 from cudnn_dsa_pallas_triton.visibility import Ranges, key_major, query_major
@@ -30,7 +30,7 @@ from cudnn_dsa_pallas_triton.visibility import Ranges, key_major, query_major
 def row_terms(
     problem: Problem, out: jax.Array | None, m: jax.Array, l: jax.Array, dout: jax.Array, dl: jax.Array
 ) -> dict[str, jax.Array]:
-    """What the kernels read per row: shift (m), log2l and delta, each [N, H, T] fp32.
+    """What the kernels read per row, each [N, H, T] fp32: shift (m), log2l, delta; lse2 = log2(e) * shift + log2l.
 
     ``out`` is not needed for un-normalised output. Rows without an allowed key get log2l = +inf, so that every p of
     theirs is 0, and shift = delta = 0. A row of ``dout`` with inf or NaN gets log2l = NaN, so that it shows in the
@@ -47,25 +47,31 @@ def row_terms(
         delta = -dl
         log2l = jnp.zeros_like(l)
     log2l = jnp.where(jnp.isfinite(products), log2l, jnp.nan)
-    return {
-        "shift": jnp.where(empty, 0.0, m),
-        "log2l": jnp.where(empty, jnp.inf, log2l),
-        "delta": jnp.where(empty, 0.0, delta),
-    }
+    shift, log2l = jnp.where(empty, 0.0, m), jnp.where(empty, jnp.inf, log2l)
+    return {"shift": shift, "log2l": log2l, "lse2": shift * LOG2E + log2l, "delta": jnp.where(empty, 0.0, delta)}
+
+
+def kernel_terms(tile: Tile, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """``operands`` without the row terms that ``gradient_tile`` does without."""
+    unused = ("lse2",) if tile.is_wide else ("shift", "log2l")
+    return {name: x for name, x in operands.items() if name not in unused}
 
 
 def gradient_tile(
-    tile: Tile, raw: jax.Array, dp: jax.Array, refs: dict[str, Any], n: Any, h: Any, qs: Any, ks: Any, masked: bool
+    tile: Tile, raw: jax.Array, dp: jax.Array, pairs: dict[str, Any], qs: Any, ks: Any, masked: bool
 ) -> tuple[jax.Array, jax.Array]:
     """(g * p, ds) of one tile, fp32; ds is the gradient of the logits before the cap, after bias and scale."""
-    s, t = tile.logits(raw, refs, n, h, qs, ks)
-    exponent = (s - tile.along_q(qs["shift"])) * LOG2E - tile.along_q(qs["log2l"])
-    allowed = tile.allowed(refs, n, h, qs, ks) if masked else None
+    s, t = tile.logits(raw, pairs)
+    if tile.is_wide:
+        exponent = (s - tile.along_q(qs["shift"])) * LOG2E - tile.along_q(qs["log2l"])
+    else:
+        exponent = s * (tile.unit * LOG2E) - tile.along_q(qs["lse2"])
+    allowed = tile.allowed(pairs, qs, ks) if masked else None
     if allowed is not None:
         # Before the exponential: a masked logit may exceed the row maximum by any amount.
         exponent = jnp.where(allowed, exponent, jnp.float32(NEG_INF))
-    p = jnp.exp2(exponent)
-    keep = tile.keep(refs, n, h, qs, ks)
+    p = exp2(exponent)
+    keep = tile.keep(pairs)
     if keep is not None:
         dp = dp * keep
     grad = p * (dp - tile.along_q(qs["delta"]))
@@ -77,10 +83,11 @@ def gradient_tile(
 
 
 def with_row_terms(tile: Tile, refs: dict[str, Any], n: Any, h: Any, qs: dict[str, Any]) -> dict[str, Any]:
-    """``qs`` with the terms of ``row_terms``. Rows past the end get log2l = +inf: their probabilities are 0."""
+    """``qs`` with the terms of ``row_terms``. Rows past the end get a normaliser of +inf: probabilities of 0."""
     index = (n, h, ds(qs["start"], tile.block_q))
-    for name, other in (("shift", 0.0), ("log2l", float("inf")), ("delta", 0.0)):
-        qs[name] = load(refs[name], index, qs["exists"], other)
+    for name, other in (("shift", 0.0), ("log2l", float("inf")), ("lse2", float("inf")), ("delta", 0.0)):
+        if name in refs:
+            qs[name] = load(refs[name], index, qs["exists"], other)
     return qs
 
 
@@ -95,7 +102,7 @@ def query_gradient(
         lambda refs, outs: _dq_kernel(tile, ranges, refs, outs),
         name="attention_dq",
         grid=(tile.q_blocks, problem.q_heads, problem.batch_size),
-        inputs={**operands, "bounds": jnp.asarray(ranges.bounds)},
+        inputs={**kernel_terms(tile, operands), "bounds": jnp.asarray(ranges.bounds)},
         outputs={"dq": jax.ShapeDtypeStruct(shape, jnp.dtype(problem.dtype))},
         padded_last=tile.padded_last(),
         num_warps=config.num_warps,
@@ -115,10 +122,11 @@ def _dq_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str,
     def body(masked: bool) -> Any:
         def step(j: Any, acc: Any) -> Any:
             ks = tile.k_side(refs, n, h, j * tile.block_k, masked=masked)
+            pairs = tile.pairs(refs, n, h, qs, ks)
             k = [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks]
             v = [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks]
             raw, dp = tile.dot_tile(q, k), tile.dot_tile(dout, v)
-            _, grad = gradient_tile(tile, raw, dp, refs, n, h, qs, ks, masked)
+            _, grad = gradient_tile(tile, raw, dp, pairs, qs, ks, masked)
             grad = grad.astype(k[0].dtype)
             if masked and tile.cleans:
                 k = [clean(part) for part in k]
@@ -144,7 +152,7 @@ def key_value_gradient(
         lambda refs, outs: _dkv_kernel(tile, ranges, refs, outs),
         name="attention_dkv",
         grid=(tile.k_blocks, problem.kv_heads, problem.batch_size),
-        inputs={**operands, "bounds": jnp.asarray(ranges.bounds)},
+        inputs={**kernel_terms(tile, operands), "bounds": jnp.asarray(ranges.bounds)},
         outputs={
             "dk": jax.ShapeDtypeStruct((*shape, problem.head_dim), dtype),
             "dv": jax.ShapeDtypeStruct((*shape, problem.v_head_dim), dtype),
@@ -175,10 +183,11 @@ def _dkv_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str
                 dk, dv = carry
                 qs = tile.q_side(refs, n, h, i * tile.block_q, masked=masked)
                 qs = with_row_terms(tile, refs, n, h, qs)
+                pairs = tile.pairs(refs, n, h, qs, ks)
                 q = [tile.q_rows(refs["q"], n, h, qs, c) for c in tile.qk_chunks]
                 dout = [tile.q_rows(refs["dout"], n, h, qs, c) for c in tile.v_chunks]
                 raw, dp = tile.dot_tile(q, k), tile.dot_tile(dout, v)
-                p, grad = gradient_tile(tile, raw, dp, refs, n, h, qs, ks, masked)
+                p, grad = gradient_tile(tile, raw, dp, pairs, qs, ks, masked)
                 p, grad = p.astype(q[0].dtype), grad.astype(q[0].dtype)
                 if masked and tile.cleans:
                     q, dout = [clean(part) for part in q], [clean(part) for part in dout]

@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cudnn_dsa_pallas_triton.backward import gradient_tile, with_row_terms
+from cudnn_dsa_pallas_triton.backward import gradient_tile, kernel_terms, with_row_terms
 from cudnn_dsa_pallas_triton.config import KernelConfig, dbias_splits
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.forward import make_tile
 from cudnn_dsa_pallas_triton.lowering import call, cdiv, ds, load, loop, program_id, store
 from cudnn_dsa_pallas_triton.operands import lead_index
 from cudnn_dsa_pallas_triton.tile import Tile
-from cudnn_dsa_pallas_triton.visibility import query_major
+from cudnn_dsa_pallas_triton.visibility import DYNAMIC, is_dynamic, query_major
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,17 @@ def bias_gradient(problem: Problem, config: KernelConfig, operands: dict[str, ja
     splits = dbias_splits(axes.tiles, axes.steps)
     splits = cdiv(axes.steps, cdiv(axes.steps, splits))
     ranges = query_major(problem, operands, tile.block_q, tile.block_k)
+    span = ranges.bounds[..., :: ranges.bounds.shape[-1] - 1]  # the first and the last bound
     dtype = bias.dtype if splits == 1 else jnp.dtype(jnp.float32)
     # The name in the kernel differs from the operand's: an output of the same rank plus the axis of the splits.
     partial = call(
         lambda refs, outs: _kernel(tile, axes, cdiv(axes.steps, splits), refs, outs),
         name="attention_dbias",
         grid=(axes.tiles, splits),
-        inputs={**operands, "bounds": jnp.asarray(ranges.bounds[..., :: ranges.bounds.shape[-1] - 1])},
+        inputs={
+            **kernel_terms(tile, operands),
+            "bounds": jnp.asarray(span),
+        },
         outputs={"dbias": jax.ShapeDtypeStruct((splits, *bias.shape), dtype)},
         padded_last=tile.padded_last(),
         num_warps=config.num_warps,
@@ -87,6 +91,11 @@ def bias_gradient(problem: Problem, config: KernelConfig, operands: dict[str, ja
 def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict[str, Any]) -> None:
     problem = tile.problem
     number, split = program_id(0), program_id(1)
+    skipping = _skipping(tile, axes)
+
+    def visited(n: Any, h: Any, i: Any, j: Any) -> Any:
+        index = (*lead_index(refs["bounds"], 2, n, h, problem), i)
+        return (load(refs["bounds"], (*index, 0)) <= j) & (j < load(refs["bounds"], (*index, 1)))
 
     def score_tile(step: Any, acc: Any) -> Any:
         *batch, h, i, j = axes.unravel(number, step)
@@ -97,6 +106,7 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
         def add(_: Any, acc: Any) -> Any:
             qs = with_row_terms(tile, refs, n, h, tile.q_side(refs, n, h, i * tile.block_q))
             ks = tile.k_side(refs, n, h, j * tile.block_k)
+            pairs = tile.pairs(refs, n, h, qs, ks)
             raw = tile.dot_tile(
                 [tile.q_rows(refs["q"], n, h, qs, c) for c in tile.qk_chunks],
                 [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks],
@@ -105,19 +115,16 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
                 [tile.q_rows(refs["dout"], n, h, qs, c) for c in tile.v_chunks],
                 [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks],
             )
-            return acc + gradient_tile(tile, raw, dp, refs, n, h, qs, ks, True)[1]
+            return acc + gradient_tile(tile, raw, dp, pairs, qs, ks, True)[1]
 
-        if not masks_blocks(problem):
-            return add(0, acc)
-        index = (*lead_index(refs["bounds"], 2, n, h, problem), i)
-        visited = (load(refs["bounds"], (*index, 0)) <= j) & (j < load(refs["bounds"], (*index, 1)))
-        return loop(0, visited.astype(jnp.int32), add, acc)
-
-    acc = jnp.zeros((tile.block_q, tile.block_k), jnp.float32)
-    last = jnp.minimum((split + 1) * steps, axes.steps)
-    acc = loop(split * steps, last, score_tile, acc)
+        return loop(0, visited(n, h, i, j).astype(jnp.int32), add, acc) if skipping == "each" else add(0, acc)
 
     *batch, h, i, j = axes.unravel(number, 0)
+    first, last = split * steps, jnp.minimum((split + 1) * steps, axes.steps)
+    if skipping == "once":
+        last = jnp.where(visited(0, 0, i, j), last, first)
+    acc = loop(first, last, score_tile, jnp.zeros((tile.block_q, tile.block_k), jnp.float32))
+
     out = outs["dbias"]
     by_q, by_k = out.shape[-2] != 1, out.shape[-1] != 1
     index: list[Any] = [split, *batch, h]
@@ -136,8 +143,15 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
     store(out, tuple(index), acc, functools.reduce(operator.and_, masks) if masks else None)
 
 
-def masks_blocks(problem: Problem) -> bool:
-    """Whether some score tiles may be masked as a whole."""
-    return problem.band != (None, None) or bool(
-        problem.operands & frozenset({"mask", "k_start", "k_end", "q_start", "q_end", "q_segment_ids"})
-    )
+def _skipping(tile: Tile, axes: Axes) -> str:
+    """When to ask whether a score tile is masked as a whole: "each" step, "once" for a tile of the bias, or "never".
+
+    Under a band all steps of a tile give the same answer, if the tile is one block of queries and keys. A mask over
+    whole keys leaves few blocks empty, and to ask at each step keeps the loop from being pipelined.
+    """
+    problem = tile.problem
+    has_band = problem.band != (None, None)
+    if not is_dynamic(problem):
+        return ("once" if all(axes.kept[-2:]) else "each") if has_band else "never"
+    only_key_mask = tile.key_mask and not has_band and problem.operands & DYNAMIC == {"mask"}
+    return "never" if only_key_mask else "each"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from cudnn_dsa_pallas_triton.config import KernelConfig
 from cudnn_dsa_pallas_triton.contracts import Problem
-from cudnn_dsa_pallas_triton.lowering import call, dot, ds, load, loop, program_id, store
+from cudnn_dsa_pallas_triton.lowering import call, dot, ds, exp2, load, loop, program_id, store
 from cudnn_dsa_pallas_triton.operands import lead_index
 from cudnn_dsa_pallas_triton.tile import LOG2E, NEG_INF, Tile, clean, finite
 from cudnn_dsa_pallas_triton.visibility import Ranges, query_major
@@ -70,12 +70,16 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
     qs = tile.q_side(refs, n, h, i * tile.block_q)
     q = [tile.q_rows(refs["q"], n, h, qs, c) for c in tile.qk_chunks]
 
+    # The running maximum is in the units of ``logits``.
+    factor = tile.unit * LOG2E
+
     def body(masked: bool) -> Any:
         cleaning = masked and tile.cleans
 
         def step(j: Any, carry: Any) -> Any:
             m, l, acc = carry
             ks = tile.k_side(refs, n, h, j * tile.block_k, masked=masked)
+            pairs = tile.pairs(refs, n, h, qs, ks)
             raw = tile.dot_tile(q, [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks])
             v = [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks]
             if cleaning:
@@ -84,17 +88,19 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
                     poison = jnp.sum(jnp.where(finite(part), jnp.float32(0), jnp.float32(jnp.nan)), axis=1)
                     raw = raw + poison[None, :]
                 v = [clean(part) for part in v]
-            s, _ = tile.logits(raw, refs, n, h, qs, ks)
-            allowed = tile.allowed(refs, n, h, qs, ks) if masked else None
+            s, _ = tile.logits(raw, pairs)
+            allowed = tile.allowed(pairs, qs, ks) if masked else None
             if allowed is not None:
                 s = jnp.where(allowed, s, jnp.float32(NEG_INF))
             m_new = jnp.maximum(m, jnp.max(s, axis=1))
             # Nothing seen yet: subtract 0, so that exp(-inf - 0) is 0 instead of exp(-inf + inf).
             shift = jnp.where(m_new == NEG_INF, 0.0, m_new)
-            alpha = jnp.exp2((m - shift) * LOG2E)
-            p = jnp.exp2((s - shift[:, None]) * LOG2E)
+            if tile.is_wide:
+                alpha, p = exp2((m - shift) * factor), exp2((s - shift[:, None]) * factor)
+            else:
+                alpha, p = exp2((m - shift) * factor), exp2(s * factor - (shift * factor)[:, None])
             l = l * alpha + jnp.sum(p, axis=1)
-            keep = tile.keep(refs, n, h, qs, ks)
+            keep = tile.keep(pairs)
             p = (p if keep is None else p * keep).astype(v[0].dtype)
             acc = [a * alpha[:, None] + dot(p, part, problem.precision) for a, part in zip(acc, v, strict=True)]
             return m_new, l, acc
@@ -103,7 +109,7 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
 
     if "attn_sink" in refs:
         sink = load(refs["attn_sink"], (h,)).astype(jnp.float32)
-        m = jnp.full((tile.block_q,), 1.0, jnp.float32) * sink
+        m = jnp.full((tile.block_q,), 1.0 / tile.unit, jnp.float32) * sink
         l = jnp.where(m > NEG_INF, jnp.float32(1.0), jnp.float32(0.0))
     else:
         m = jnp.full((tile.block_q,), NEG_INF, jnp.float32)
@@ -113,7 +119,7 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
     m, l, acc = visit(ranges, refs["bounds"], index, body, (m, l, acc))
 
     exists = qs["exists"]
-    store(outs["m"], (n, h, ds(qs["start"], tile.block_q)), m, exists)
+    store(outs["m"], (n, h, ds(qs["start"], tile.block_q)), m * tile.unit, exists)
     store(outs["l"], (n, h, ds(qs["start"], tile.block_q)), l, exists)
     scale = 1.0 / jnp.where(l == 0.0, 1.0, l) if problem.normalize else None
     for a, chunk in zip(acc, tile.v_chunks, strict=True):

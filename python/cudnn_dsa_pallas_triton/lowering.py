@@ -10,6 +10,7 @@ scratch memory and no dynamic grid.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import warnings
@@ -74,6 +75,35 @@ def dot(a: jax.Array, b: jax.Array, precision: Any, *, transpose_b: bool = False
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
+# Whether the kernel that is being traced will be interpreted: inline assembly has no interpreter.
+_interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreted", default=True)
+
+
+def _special_function(instruction: str, x: jax.Array) -> jax.Array:
+    [y] = pallas_triton.elementwise_inline_asm(
+        f"{instruction} $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return y
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """2**x of fp32, relative error at most 2**-22; results below 2**-126 are 0.
+
+    One instruction on a GPU. The library function scales arguments of denormal results around it, which cost a tenth of
+    the dk/dv kernel at head dimension 128 (2.76 against 2.44 ms on an H200).
+    """
+    return jnp.exp2(x) if _interpreted.get() else _special_function("ex2.approx.ftz.f32", x)
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x of fp32 within 1 ulp, for x whose reciprocal is a normal number."""
+    return 1.0 / x if _interpreted.get() else _special_function("rcp.approx.ftz.f32", x)
+
+
 def loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], init: Any) -> Any:
     """``for i in range(lower, upper): init = body(i, init)``, as one ``scf.for`` that Triton can pipeline."""
     return lax.fori_loop(jnp.int32(lower), jnp.int32(upper), body, init)
@@ -134,7 +164,11 @@ def call(
         zero = program_id(0) * 0
         refs = [Ref(x, zero) for x in arrays]
         ins, outs = refs[: len(inputs)], refs[len(inputs) :]
-        kernel(dict(zip(inputs, ins, strict=True)), dict(zip(outputs, outs, strict=True)))
+        token = _interpreted.set(interpret)
+        try:
+            kernel(dict(zip(inputs, ins, strict=True)), dict(zip(outputs, outs, strict=True)))
+        finally:
+            _interpreted.reset(token)
 
     results = pl.pallas_call(
         flat,

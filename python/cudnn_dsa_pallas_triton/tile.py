@@ -4,9 +4,9 @@ A tile is [block_q, block_k], or transposed where the kernel accumulates over qu
 probabilities are already the left operand of the dot that follows. Everything that belongs to a query or to a key is a
 vector; ``along_q`` and ``along_k`` expand it.
 
-The order is that of the operator: dot, times scale, cast to logits_dtype, plus bias, soft cap, mask. Exponentials are
-base 2; the maximum is subtracted before the factor log2(e), because a bias of the most negative finite number, a common
-stand-in for a mask, overflows under that factor.
+The order is that of the operator: dot, times scale, cast to logits_dtype, plus bias, soft cap, mask. A tile of logits
+is kept as a value times a positive constant, ``unit``: what the dot or the tanh gives, before scale or cap, so that
+scale, log2(e) and the subtraction of the maximum are one fused multiply-add in front of the base-2 exponential.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from cudnn_dsa_pallas_triton.config import Chunk, head_chunks, padded_dim
 from cudnn_dsa_pallas_triton.contracts import Problem
-from cudnn_dsa_pallas_triton.lowering import cdiv, dot, ds, load
+from cudnn_dsa_pallas_triton.lowering import cdiv, dot, ds, exp2, load, reciprocal
 from cudnn_dsa_pallas_triton.operands import lead_index
 
 LOG2E = 1.4426950408889634
@@ -74,6 +74,22 @@ class Tile:
         operands = self.problem.operands
         per_pair = operands & {"k_start", "k_end", "q_start", "q_end", "q_segment_ids"}
         return bool(per_pair) or ("mask" in operands and not self.key_mask) or self.problem.band != (None, None)
+
+    @property
+    def unit(self) -> float:
+        """logit = ``unit`` * the value that ``logits`` gives; positive."""
+        if self.problem.soft_cap is not None:
+            return self.problem.soft_cap
+        plain = "bias" not in self.problem.operands and self.problem.logits_dtype is None
+        return self.problem.scale if plain and self.problem.scale > 0.0 else 1.0
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether logits may be as large as fp32 allows, as under a bias of the most negative finite number.
+
+        log2(e) times such a logit overflows, so the maximum is then subtracted first.
+        """
+        return "bias" in self.problem.operands and self.problem.soft_cap is None
 
     # Vectors and operand tiles
 
@@ -168,14 +184,19 @@ class Tile:
             return self.along_k(load(ref, index, k_in, other))
         return load(ref, index)
 
-    def keep(self, refs: dict[str, Any], n: Any, h: Any, qs: dict[str, Any], ks: dict[str, Any]) -> Any:
-        """What dropout multiplies probabilities with: 0 or 1 / (1 - rate); None without dropout."""
-        if "dropout_mask" not in refs:
-            return None
-        kept = self.pair(refs["dropout_mask"], n, h, qs, ks, False)
-        return jnp.where(kept, jnp.float32(1.0 / (1.0 - self.problem.dropout_rate)), jnp.float32(0.0))
+    def pairs(self, refs: dict[str, Any], n: Any, h: Any, qs: dict[str, Any], ks: dict[str, Any]) -> dict[str, Any]:
+        """The tiles of bias, mask and dropout mask. To be loaded before the dots: no load crosses a dot by itself."""
+        names = {"bias": 0.0, "dropout_mask": False} | ({} if self.key_mask else {"mask": False})
+        return {name: self.pair(refs[name], n, h, qs, ks, x) for name, x in names.items() if name in refs}
 
-    def allowed(self, refs: dict[str, Any], n: Any, h: Any, qs: dict[str, Any], ks: dict[str, Any]) -> Any:
+    def keep(self, pairs: dict[str, Any]) -> Any:
+        """What dropout multiplies probabilities with: 0 or 1 / (1 - rate); None without dropout."""
+        if "dropout_mask" not in pairs:
+            return None
+        factor = jnp.float32(1.0 / (1.0 - self.problem.dropout_rate))
+        return jnp.where(pairs["dropout_mask"], factor, jnp.float32(0.0))
+
+    def allowed(self, pairs: dict[str, Any], qs: dict[str, Any], ks: dict[str, Any]) -> Any:
         """The AND of all masks on this tile, or None where nothing is masked."""
         tests = []
         if ks["read"] is not None:
@@ -198,8 +219,8 @@ class Tile:
             tests.append(q_at < self.along_k(ks["q_end"]))
         if "q_segment_ids" in qs:
             tests.append(self.along_q(qs["q_segment_ids"]) == self.along_k(ks["k_segment_ids"]))
-        if "mask" in refs and not self.key_mask:
-            tests.append(self.pair(refs["mask"], n, h, qs, ks, False))
+        if "mask" in pairs:
+            tests.append(pairs["mask"])
         if not tests:
             return None
         total = tests[0]
@@ -207,17 +228,32 @@ class Tile:
             total = total & test
         return total
 
-    def logits(self, raw: jax.Array, refs: dict[str, Any], n: Any, h: Any, qs: Any, ks: Any) -> tuple[Any, Any]:
-        """(logit before masking, tanh of the soft cap or None) of a tile of raw dots."""
-        u = raw * jnp.float32(self.problem.scale)
-        if self.problem.logits_dtype is not None:
-            u = u.astype(self.problem.logits_dtype).astype(jnp.float32)
-        if "bias" in refs:
-            u = u + self.pair(refs["bias"], n, h, qs, ks, 0.0).astype(jnp.float32)
-        if self.problem.soft_cap is None:
+    def logits(self, raw: jax.Array, pairs: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+        """(logit / ``unit`` before masking, tanh of the soft cap or None) of a tile of raw dots."""
+        problem = self.problem
+        if problem.soft_cap is None and self.unit != 1.0:
+            return raw, None
+        # With nothing between them, scale and cap are one factor.
+        direct = problem.soft_cap is not None and problem.logits_dtype is None and "bias" not in pairs
+        u = raw if direct else raw * jnp.float32(problem.scale)
+        if problem.logits_dtype is not None:
+            u = u.astype(problem.logits_dtype).astype(jnp.float32)
+        if "bias" in pairs:
+            u = u + pairs["bias"].astype(jnp.float32)
+        if problem.soft_cap is None:
             return u, None
-        t = jnp.tanh(u * jnp.float32(1.0 / self.problem.soft_cap))
-        return t * jnp.float32(self.problem.soft_cap), t
+        factor = (problem.scale if direct else 1.0) / problem.soft_cap
+        # fp32 inputs get the library's tanh; for 16-bit ones 3e-7 is far below the rounding of their dots.
+        t = jnp.tanh(u * jnp.float32(factor)) if problem.dtype == "float32" else tanh_by_exp2(u, factor)
+        return t, t
+
+
+def tanh_by_exp2(x: jax.Array, factor: float = 1.0) -> jax.Array:
+    """tanh(factor * x) within 3e-7 absolute: 1 - 2 / (exp(2 y) + 1), two special-function instructions on a GPU.
+
+    The exponent is clamped where tanh is 1 to the last bit, so that the exponential does not overflow.
+    """
+    return 1.0 - 2.0 * reciprocal(exp2(jnp.minimum(x * jnp.float32(2.0 * LOG2E * factor), 64.0)) + 1.0)
 
 
 def finite(x: jax.Array) -> jax.Array:

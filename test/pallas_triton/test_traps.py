@@ -18,6 +18,7 @@ from pallas_triton.pallas_triton_cases import (
 )
 
 from cudnn_dsa_pallas_triton import Config, KernelConfig, attention
+from cudnn_dsa_pallas_triton.tile import tanh_by_exp2
 
 ONE_HEAD = Sizes((1,), 33, 33, 1, 1, 16, 16)
 
@@ -76,6 +77,14 @@ def test_fp32_soft_cap_accuracy():
     assert abs(got["out"] - want["out"]).max() <= 2e-6
     for name in ("dq", "dk", "dv"):
         assert abs(got[name] - want[name]).max() <= 5e-6, name
+
+
+def test_the_tanh_of_16_bit_inputs_is_within_3e_7():
+    """The bound that its docstring states, over everything a logit can be."""
+    x = np.concatenate([np.linspace(-12, 12, 200_001), np.geomspace(1e-30, 1e38, 10_001), [np.inf]]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    error = abs(np.asarray(tanh_by_exp2(jnp.asarray(x)), np.float64) - np.tanh(x.astype(np.float64)))
+    assert error.max() <= 3e-7
 
 
 def test_bf16_soft_cap_accuracy():
