@@ -52,7 +52,7 @@ def attention(
 
     A masked logit contributes exactly nothing, whatever q, k and v hold there (inf and NaN included); a row without an
     allowed key gives 0 and zero gradients. A row that attends a key whose v is not finite is NaN. A bias of -inf masks
-    unless there is a soft cap, under which it becomes -c; it does not shield from inf or NaN in v.
+    unless there is a soft cap, under which it becomes -c.
 
     Args:
         q: [*B, T, H, D], float32, bfloat16 or float16; 8 <= D <= 512. Any number of batch dimensions, none included.

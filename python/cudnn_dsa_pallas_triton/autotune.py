@@ -29,6 +29,7 @@ from cudnn_dsa_pallas_triton.bias_gradient import bias_gradient
 from cudnn_dsa_pallas_triton.config import KERNELS, Config, KernelConfig, candidates, default_config, fit
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.forward import forward
+from cudnn_dsa_pallas_triton.tile import all_finite
 
 Arrays = dict[str, jax.Array]
 
@@ -41,12 +42,13 @@ def run_kernel(
     if name == "forward":
         for row_term in ("dout", "shift", "log2l", "lse2", "delta"):
             operands.pop(row_term, None)
-        return forward(problem, config, operands, interpret)
+        return forward(problem, config, operands, all_finite(problem, operands, "qkv"), interpret)
     operands.pop("attn_sink", None)
+    finite = all_finite(problem, operands, ("q", "k", "v", "dout"))
     if name == "dq":
-        return query_gradient(problem, config, operands, interpret)
+        return query_gradient(problem, config, operands, finite, interpret)
     if name == "dkv":
-        return key_value_gradient(problem, config, operands, interpret)
+        return key_value_gradient(problem, config, operands, finite, interpret)
     return bias_gradient(problem, config, operands, interpret)
 
 
@@ -69,7 +71,7 @@ def tune(
     """
     operands = {**floats, **masks}
     default = default_config(problem)
-    out, m, l = forward(problem, fit(default.forward, problem), operands, interpret)
+    out, m, l = run_kernel("forward", problem, fit(default.forward, problem), operands, interpret)
     dout = jax.random.normal(jax.random.key(0), out.shape, out.dtype)
     operands |= {"dout": dout, **row_terms(problem, out, m, l, dout, jnp.zeros_like(l))}
     best = {}

@@ -58,7 +58,7 @@ def kernel_terms(tile: Tile, operands: dict[str, jax.Array]) -> dict[str, jax.Ar
 
 
 def gradient_tile(
-    tile: Tile, raw: jax.Array, dp: jax.Array, pairs: dict[str, Any], qs: Any, ks: Any, masked: bool
+    tile: Tile, raw: jax.Array, dp: jax.Array, pairs: dict[str, Any], qs: Any, ks: Any, masked: bool, cleans: bool
 ) -> tuple[jax.Array, jax.Array]:
     """(g * p, ds) of one tile, fp32; ds is the gradient of the logits before the cap, after bias and scale."""
     s, t = tile.logits(raw, pairs)
@@ -66,7 +66,7 @@ def gradient_tile(
         exponent = (s - tile.along_q(qs["shift"])) * LOG2E - tile.along_q(qs["log2l"])
     else:
         exponent = s * (tile.unit * LOG2E) - tile.along_q(qs["lse2"])
-    allowed = tile.allowed(pairs, qs, ks) if masked else None
+    allowed = tile.allowed(pairs, qs, ks, cleans) if masked else None
     if allowed is not None:
         # Before the exponential: a masked logit may exceed the row maximum by any amount.
         exponent = jnp.where(allowed, exponent, jnp.float32(NEG_INF))
@@ -92,11 +92,18 @@ def with_row_terms(tile: Tile, refs: dict[str, Any], n: Any, h: Any, qs: dict[st
 
 
 def query_gradient(
-    problem: Problem, config: KernelConfig, operands: dict[str, jax.Array], interpret: bool
+    problem: Problem,
+    config: KernelConfig,
+    operands: dict[str, jax.Array],
+    finite: jax.Array | None,
+    interpret: bool,
 ) -> jax.Array:
-    """dq [N, T, H, D]: one program per block of queries, over blocks of keys."""
+    """dq [N, T, H, D]: one program per block of queries, over blocks of keys.
+
+    ``finite`` is ``all_finite`` of q, k, v and dout.
+    """
     tile = make_tile(problem, config, operands)
-    ranges = query_major(problem, operands, tile.block_q, tile.block_k)
+    ranges = query_major(problem, operands, tile.block_q, tile.block_k, finite)
     shape = (problem.batch_size, problem.q_len, problem.q_heads, problem.head_dim)
     return call(
         lambda refs, outs: _dq_kernel(tile, ranges, refs, outs),
@@ -119,16 +126,16 @@ def _dq_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str,
     q = [tile.q_rows(refs["q"], n, h, qs, c) for c in tile.qk_chunks]
     dout = [tile.q_rows(refs["dout"], n, h, qs, c) for c in tile.v_chunks]
 
-    def body(masked: bool) -> Any:
+    def body(masked: bool, cleans: bool) -> Any:
         def step(j: Any, acc: Any) -> Any:
             ks = tile.k_side(refs, n, h, j * tile.block_k, masked=masked)
             pairs = tile.pairs(refs, n, h, qs, ks)
             k = [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks]
             v = [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks]
             raw, dp = tile.dot_tile(q, k), tile.dot_tile(dout, v)
-            _, grad = gradient_tile(tile, raw, dp, pairs, qs, ks, masked)
+            _, grad = gradient_tile(tile, raw, dp, pairs, qs, ks, masked, cleans)
             grad = grad.astype(k[0].dtype)
-            if masked and tile.cleans:
+            if cleans:
                 k = [clean(part) for part in k]
             return [a + dot(grad, part, problem.precision) for a, part in zip(acc, k, strict=True)]
 
@@ -141,11 +148,18 @@ def _dq_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str,
 
 
 def key_value_gradient(
-    problem: Problem, config: KernelConfig, operands: dict[str, jax.Array], interpret: bool
+    problem: Problem,
+    config: KernelConfig,
+    operands: dict[str, jax.Array],
+    finite: jax.Array | None,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dk [N, t, h, D], dv [N, t, h, d]): one program per block of keys, over its query heads and blocks of queries."""
+    """(dk [N, t, h, D], dv [N, t, h, d]): one program per block of keys, over its query heads and blocks of queries.
+
+    ``finite`` is ``all_finite`` of q, k, v and dout.
+    """
     tile = make_tile(problem, config, operands, transposed=True)
-    ranges = key_major(problem, operands, tile.block_q, tile.block_k)
+    ranges = key_major(problem, operands, tile.block_q, tile.block_k, finite)
     shape = (problem.batch_size, problem.kv_len, problem.kv_heads)
     dtype = jnp.dtype(problem.dtype)
     out = call(
@@ -178,7 +192,7 @@ def _dkv_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str
         k = [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks]
         v = [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks]
 
-        def body(masked: bool) -> Any:
+        def body(masked: bool, cleans: bool) -> Any:
             def step(i: Any, carry: Any) -> Any:
                 dk, dv = carry
                 qs = tile.q_side(refs, n, h, i * tile.block_q, masked=masked)
@@ -187,9 +201,9 @@ def _dkv_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str
                 q = [tile.q_rows(refs["q"], n, h, qs, c) for c in tile.qk_chunks]
                 dout = [tile.q_rows(refs["dout"], n, h, qs, c) for c in tile.v_chunks]
                 raw, dp = tile.dot_tile(q, k), tile.dot_tile(dout, v)
-                p, grad = gradient_tile(tile, raw, dp, pairs, qs, ks, masked)
+                p, grad = gradient_tile(tile, raw, dp, pairs, qs, ks, masked, cleans)
                 p, grad = p.astype(q[0].dtype), grad.astype(q[0].dtype)
-                if masked and tile.cleans:
+                if cleans:
                     q, dout = [clean(part) for part in q], [clean(part) for part in dout]
                 dv = [a + dot(p, part, problem.precision) for a, part in zip(dv, dout, strict=True)]
                 dk = [a + dot(grad, part, problem.precision) for a, part in zip(dk, q, strict=True)]

@@ -115,7 +115,7 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
                 [tile.q_rows(refs["dout"], n, h, qs, c) for c in tile.v_chunks],
                 [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks],
             )
-            return acc + gradient_tile(tile, raw, dp, pairs, qs, ks, True)[1]
+            return acc + gradient_tile(tile, raw, dp, pairs, qs, ks, True, True)[1]
 
         return loop(0, visited(n, h, i, j).astype(jnp.int32), add, acc) if skipping == "each" else add(0, acc)
 

@@ -118,6 +118,8 @@ _DEFAULTS_16_BIT: dict[int, dict[str, KernelConfig]] = {
 _DEFAULTS_16_BIT_BIAS: dict[int, dict[str, KernelConfig]] = {
     64:  {"forward": KernelConfig(128, 64, 8, 3), "dq": KernelConfig(64, 32, 4, 3), "dkv": KernelConfig(32, 128, 4, 3)},
 }
+# With grouped heads dk/dv walks many query heads per block of keys.
+_DEFAULTS_16_BIT_GROUPS: dict[int, dict[str, KernelConfig]] = {128: {"dkv": KernelConfig(64, 128, 8, 3)}}
 _DEFAULTS_32_BIT: dict[int, dict[str, KernelConfig]] = {
     64:  {name: KernelConfig(32, 32, 4, 1) for name in KERNELS},
     128: {name: KernelConfig(32, 32, 4, 1, 64) for name in KERNELS},
@@ -135,8 +137,9 @@ def default_config(problem: Problem) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     key = min(key for key in table if key >= dim)
     row = table[key]
-    if "bias" in problem.operands and table is _DEFAULTS_16_BIT:
-        row = row | _DEFAULTS_16_BIT_BIAS.get(key, {})
+    if table is _DEFAULTS_16_BIT:
+        row = row | (_DEFAULTS_16_BIT_BIAS.get(key, {}) if "bias" in problem.operands else {})
+        row = row | (_DEFAULTS_16_BIT_GROUPS.get(key, {}) if problem.group > 1 else {})
     return Config(**row)
 
 

@@ -17,16 +17,20 @@ from cudnn_dsa_pallas_triton.config import KernelConfig
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.lowering import call, dot, ds, exp2, load, loop, program_id, store
 from cudnn_dsa_pallas_triton.operands import lead_index
-from cudnn_dsa_pallas_triton.tile import LOG2E, NEG_INF, Tile, clean, finite
+from cudnn_dsa_pallas_triton.tile import LOG2E, NEG_INF, Tile, clean, is_finite
 from cudnn_dsa_pallas_triton.visibility import Ranges, query_major
 
 
 def forward(
-    problem: Problem, config: KernelConfig, operands: dict[str, jax.Array], interpret: bool
+    problem: Problem,
+    config: KernelConfig,
+    operands: dict[str, jax.Array],
+    finite: jax.Array | None,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out [N, T, H, d], m [N, H, T] fp32, l [N, H, T] fp32)."""
+    """(out [N, T, H, d], m [N, H, T] fp32, l [N, H, T] fp32); ``finite`` is ``all_finite`` of q, k and v."""
     tile = make_tile(problem, config, operands)
-    ranges = query_major(problem, operands, tile.block_q, tile.block_k)
+    ranges = query_major(problem, operands, tile.block_q, tile.block_k, finite)
     n, t, h = problem.batch_size, problem.q_len, problem.q_heads
     residual = jax.ShapeDtypeStruct((n, h, t), jnp.float32)
     out = call(
@@ -56,9 +60,10 @@ def make_tile(
 
 
 def visit(ranges: Ranges, bounds: Any, index: tuple[Any, ...], body: Any, carry: Any) -> Any:
-    """Run ``body(masked)(block, carry)`` over every run of blocks in ascending order."""
-    for first, last, masked in ranges.segments:
-        carry = loop(load(bounds, (*index, first)), load(bounds, (*index, last)), body(masked), carry)
+    """``body(masked, cleans)(block, carry)`` over every run of blocks in ascending order."""
+    for run in ranges.runs:
+        first, last = load(bounds, (*index, run.first)), load(bounds, (*index, run.last))
+        carry = loop(first, last, body(run.masked, run.cleans), carry)
     return carry
 
 
@@ -73,23 +78,21 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
     # The running maximum is in the units of ``logits``.
     factor = tile.unit * LOG2E
 
-    def body(masked: bool) -> Any:
-        cleaning = masked and tile.cleans
-
+    def body(masked: bool, cleans: bool) -> Any:
         def step(j: Any, carry: Any) -> Any:
             m, l, acc = carry
             ks = tile.k_side(refs, n, h, j * tile.block_k, masked=masked)
             pairs = tile.pairs(refs, n, h, qs, ks)
             raw = tile.dot_tile(q, [tile.k_rows(refs["k"], n, h, ks, c) for c in tile.qk_chunks])
             v = [tile.k_rows(refs["v"], n, h, ks, c) for c in tile.v_chunks]
-            if cleaning:
+            if cleans:
                 # A row that does attend a key with a non-finite value is NaN as a whole, through its logit.
                 for part in v:
-                    poison = jnp.sum(jnp.where(finite(part), jnp.float32(0), jnp.float32(jnp.nan)), axis=1)
+                    poison = jnp.sum(jnp.where(is_finite(part), jnp.float32(0), jnp.float32(jnp.nan)), axis=1)
                     raw = raw + poison[None, :]
                 v = [clean(part) for part in v]
             s, _ = tile.logits(raw, pairs)
-            allowed = tile.allowed(pairs, qs, ks) if masked else None
+            allowed = tile.allowed(pairs, qs, ks, cleans) if masked else None
             if allowed is not None:
                 s = jnp.where(allowed, s, jnp.float32(NEG_INF))
             m_new = jnp.maximum(m, jnp.max(s, axis=1))

@@ -12,6 +12,7 @@ scale, log2(e) and the subtraction of the maximum are one fused multiply-add in 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from cudnn_dsa_pallas_triton.config import Chunk, head_chunks, padded_dim
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.lowering import cdiv, dot, ds, exp2, load, reciprocal
 from cudnn_dsa_pallas_triton.operands import lead_index
+from cudnn_dsa_pallas_triton.visibility import is_dynamic
 
 LOG2E = 1.4426950408889634
 NEG_INF = float("-inf")
@@ -63,17 +65,6 @@ class Tile:
         """By operand, the size its last dimension is rounded up to."""
         qk, v = padded_dim(self.qk_chunks), padded_dim(self.v_chunks)
         return {"q": qk, "k": qk, "dq": qk, "dk": qk, "v": v, "out": v, "dout": v, "dv": v}
-
-    @property
-    def cleans(self) -> bool:
-        """Whether masked blocks replace non-finite operand values.
-
-        A probability of exactly 0 times inf or NaN is NaN in a dot. A key that is masked for every query is not read at
-        all; where masking depends on the pair, the tile that a masked pair multiplies has to be finite.
-        """
-        operands = self.problem.operands
-        per_pair = operands & {"k_start", "k_end", "q_start", "q_end", "q_segment_ids"}
-        return bool(per_pair) or ("mask" in operands and not self.key_mask) or self.problem.band != (None, None)
 
     @property
     def unit(self) -> float:
@@ -196,9 +187,18 @@ class Tile:
         factor = jnp.float32(1.0 / (1.0 - self.problem.dropout_rate))
         return jnp.where(pairs["dropout_mask"], factor, jnp.float32(0.0))
 
-    def allowed(self, pairs: dict[str, Any], qs: dict[str, Any], ks: dict[str, Any]) -> Any:
-        """The AND of all masks on this tile, or None where nothing is masked."""
+    def allowed(self, pairs: dict[str, Any], qs: dict[str, Any], ks: dict[str, Any], cleans: bool) -> Any:
+        """The AND of all masks on this tile, or None where nothing is masked.
+
+        A bias of -inf gives a probability of 0 by itself; it is a mask only where products with 0 may be NaN.
+        """
         tests = []
+        if qs["exists"] is not None:
+            # Zeros stand for the rows past the end: times a key that holds NaN they are NaN, and dk, dv and dbias sum
+            # over rows.
+            tests.append(self.along_q(qs["exists"]))
+        if cleans and self.is_wide:
+            tests.append(pairs["bias"] > NEG_INF)
         if ks["read"] is not None:
             tests.append(self.along_k(ks["read"]))
         before, after = self.problem.band
@@ -256,10 +256,29 @@ def tanh_by_exp2(x: jax.Array, factor: float = 1.0) -> jax.Array:
     return 1.0 - 2.0 * reciprocal(exp2(jnp.minimum(x * jnp.float32(2.0 * LOG2E * factor), 64.0)) + 1.0)
 
 
-def finite(x: jax.Array) -> jax.Array:
+def shields(problem: Problem, operands: Mapping[str, Any]) -> bool:
+    """Whether data decide which pairs are masked, so that inf and NaN behind a mask can be anywhere.
+
+    A probability of exactly 0 times inf or NaN is NaN in a dot. A key that is masked for every query is not read at
+    all; where masking depends on the pair, what a masked pair multiplies has to be finite.
+    """
+    per_pair = {"k_start", "k_end", "q_start", "q_end", "q_segment_ids"} & problem.operands
+    dense_mask = "mask" in problem.operands and operands["mask"].shape[-2] != 1
+    wide_bias = "bias" in problem.operands and problem.soft_cap is None
+    return bool(per_pair) or dense_mask or wide_bias or (is_dynamic(problem) and problem.band != (None, None))
+
+
+def all_finite(problem: Problem, operands: Mapping[str, jax.Array], names: str | Sequence[str]) -> jax.Array | None:
+    """Whether the named operands hold neither inf nor NaN; None where nobody needs to know."""
+    if not shields(problem, operands):
+        return None
+    return jnp.stack([jnp.isfinite(operands[name]).all() for name in names]).all()
+
+
+def is_finite(x: jax.Array) -> jax.Array:
     return jnp.abs(x) < jnp.inf
 
 
 def clean(x: jax.Array) -> jax.Array:
     """``x`` with 0 for inf and NaN."""
-    return jnp.where(finite(x), x, jnp.zeros((), x.dtype))
+    return jnp.where(is_finite(x), x, jnp.zeros((), x.dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +22,29 @@ DYNAMIC = frozenset(
 )
 
 
+class Run(NamedTuple):
+    """Blocks that are visited with one body: from bound number ``first`` up to bound number ``last``.
+
+    ``masked``: some pairs may not be allowed. ``cleans``: inf and NaN are removed from what a masked pair multiplies.
+    """
+
+    first: int
+    last: int
+    masked: bool
+    cleans: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranges:
     """Block ranges of one kernel.
 
     Attributes:
         bounds: int32 [lead, H or 1, own blocks, number of bounds], ascending along the last axis.
-        segments: (index of the first bound, index of the last bound, whether masking is needed) for every run of
-            blocks, in ascending order.
+        runs: in ascending order; what is before the first bound or behind the last is not visited.
     """
 
     bounds: jax.Array | np.ndarray
-    segments: tuple[tuple[int, int, bool], ...]
+    runs: tuple[Run, ...]
 
 
 def is_dynamic(problem: Problem) -> bool:
@@ -40,23 +52,35 @@ def is_dynamic(problem: Problem) -> bool:
     return bool(problem.operands & DYNAMIC)
 
 
-def query_major(problem: Problem, masks: Mapping[str, jax.Array], block_q: int, block_k: int) -> Ranges:
-    """For every block of queries, the blocks of keys to visit."""
+def query_major(
+    problem: Problem, masks: Mapping[str, jax.Array], block_q: int, block_k: int, finite: jax.Array | None = None
+) -> Ranges:
+    """For every block of queries, the blocks of keys to visit.
+
+    ``finite`` is a boolean of the run: where it is False, all blocks are visited with the body that cleans. Cleaning
+    costs up to twice the time, so that data without inf and NaN must not pay for it. None where no pair is masked by
+    data.
+    """
     if is_dynamic(problem):
-        return _span(_visible(problem, masks, block_q, block_k))
-    return _band_ranges(problem.band, problem.q_len, problem.kv_len, block_q, block_k)
+        return _span(_visible(problem, masks, block_q, block_k), finite)
+    return _band_ranges(problem.band, problem.q_len, problem.kv_len, block_q, block_k, finite)
 
 
-def key_major(problem: Problem, masks: Mapping[str, jax.Array], block_q: int, block_k: int) -> Ranges:
-    """For every block of keys, the blocks of queries to visit."""
+def key_major(
+    problem: Problem, masks: Mapping[str, jax.Array], block_q: int, block_k: int, finite: jax.Array | None = None
+) -> Ranges:
+    """For every block of keys, the blocks of queries to visit; ``finite`` as in ``query_major``."""
     if is_dynamic(problem):
-        return _span(jnp.swapaxes(_visible(problem, masks, block_q, block_k), -1, -2))
+        return _span(jnp.swapaxes(_visible(problem, masks, block_q, block_k), -1, -2), finite)
     before, after = problem.band
-    return _band_ranges((after, before), problem.kv_len, problem.q_len, block_k, block_q)
+    return _band_ranges((after, before), problem.kv_len, problem.q_len, block_k, block_q, finite)
 
 
-def _band_ranges(band: tuple[int | None, int | None], own: int, other: int, block: int, other_block: int) -> Ranges:
+def _band_ranges(
+    band: tuple[int | None, int | None], own: int, other: int, block: int, other_block: int, finite: jax.Array | None
+) -> Ranges:
     """Ranges of a band: position i of the own axis meets i - before to i + after of the other."""
+    has_band = band != (None, None)
     before, after = (own + other if side is None else side for side in band)
     blocks = -(-other // other_block)
     first = np.arange(-(-own // block)) * block
@@ -70,17 +94,25 @@ def _band_ranges(band: tuple[int | None, int | None], own: int, other: int, bloc
     inner_hi = np.clip(inner_end // other_block, inner_lo, hi)
     bounds = np.stack([lo, inner_lo, inner_hi, hi], axis=-1).astype(np.int32)[None, None]
     assert blocks >= hi.max(initial=0)
-    segments = ((0, 1, True), (1, 2, False), (2, 3, True))
-    return Ranges(bounds, tuple(s for s in segments if (bounds[..., s[0]] < bounds[..., s[1]]).any()))
+    # Few blocks lie on the edges of a band: they are always cleaned.
+    candidates = (Run(0, 1, True, has_band), Run(1, 2, False, False), Run(2, 3, True, has_band))
+    runs = tuple(r for r in candidates if (bounds[..., r.first] < bounds[..., r.last]).any())
+    if finite is None:
+        return Ranges(bounds, runs)
+    everything = np.stack([lo, hi, hi, hi], axis=-1).astype(np.int32)[None, None]
+    return Ranges(jnp.where(finite, bounds, everything), (Run(0, 1, True, True), *(r for r in runs if r.first > 0)))
 
 
-def _span(visible: jax.Array) -> Ranges:
-    """The range from the first to the last visible block, one masked run."""
+def _span(visible: jax.Array, finite: jax.Array | None) -> Ranges:
+    """The range from the first to the last visible block."""
     n = visible.shape[-1]
     some = visible.any(axis=-1)
     lo = jnp.where(some, jnp.argmax(visible, axis=-1), 0)
     hi = jnp.where(some, n - jnp.argmax(visible[..., ::-1], axis=-1), 0)
-    return Ranges(jnp.stack([lo, hi], axis=-1).astype(jnp.int32), ((0, 1, True),))
+    if finite is None:
+        return Ranges(jnp.stack([lo, hi], axis=-1).astype(jnp.int32), (Run(0, 1, True, False),))
+    bounds = jnp.stack([lo, jnp.where(finite, lo, hi), hi], axis=-1).astype(jnp.int32)
+    return Ranges(bounds, (Run(0, 1, True, True), Run(1, 2, True, False)))
 
 
 def _per_block(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

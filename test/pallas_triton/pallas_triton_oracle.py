@@ -73,6 +73,8 @@ def oracle(
     scale = dim**-0.5 if logits_scale is None else logits_scale
     full = (*batch, heads, q_len, kv_len)
     allowed = allowed_pairs(tuple(batch), heads, q_len, kv_len, **masks)
+    if bias is not None and logits_soft_cap is None:
+        allowed &= _wide(bias, full) != -np.inf  # it masks
 
     # [*B, H, length, dim]
     qh = np.swapaxes(q, -2, -3)

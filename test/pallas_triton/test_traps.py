@@ -107,8 +107,14 @@ HIDDEN = {
     "key mask": lambda: {"mask": (np.arange(33) < 20)[None, :]},
     "dense mask": lambda: {"mask": (np.arange(33) < 20)[None, :] & (np.arange(33) < 25)[:, None]},
     "k_end": lambda: {"k_end": np.int32([20]), "q_end": np.int32([25])},
-    "segments": lambda: {"segment_ids": tuple((np.arange(33)[None] >= n).astype(np.int32) * np.int32(s)
-                                              for n, s in ((25, 1), (20, 2)))},
+    # Ids of 0, what rows past the end of a ragged length may look like, belong to padding keys.
+    "segments": lambda: {"segment_ids": (np.where(np.arange(33) < 25, 1, 3).astype(np.int32)[None],
+                                         np.where(np.arange(33) < 20, 1, 0).astype(np.int32)[None])},
+    "bias": lambda: {"bias": np.where((np.arange(33) < 20)[None, :] & (np.arange(33) < 25)[:, None], 0.5, -np.inf)
+                     .astype(np.float32)},
+    "bias and causal": lambda: {"bias": np.where(np.arange(33) < 20, 0.5, -np.inf).astype(np.float32)[None]
+                                + np.where(np.arange(33) < 25, 0.0, -np.inf).astype(np.float32)[:, None],
+                                "is_causal": True},
     "causal": lambda: {"is_causal": True, "q_end": np.int32([20])},
 }  # fmt: skip
 
@@ -124,8 +130,9 @@ def test_masked_padding_does_not_leak(kind, poison):
         arrays["q"][:, 25:] = poison
         arrays["dout"][:, 25:] = poison
     got, want = run(arrays, kwargs), expect(arrays, kwargs)
-    assert all(np.isfinite(want[n]).all() for n in ("out", "dq", "dk", "dv"))
-    assert_close(got, want, TOLERANCE["float32"], ("out", "dq", "dk", "dv"))
+    names = ("out", "dq", "dk", "dv", *(["dbias"] if "bias" in kwargs else []))
+    assert all(np.isfinite(want[n]).all() for n in names)
+    assert_close(got, want, TOLERANCE["float32"], names)
 
 
 def test_an_attended_nan_shows():

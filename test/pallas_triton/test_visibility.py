@@ -64,7 +64,7 @@ def test_band(kwargs, lengths, blocks):
     sizes = Sizes((1,), *lengths, 1, 1, 8, 8)
     for ranges, some, every in _ranges(sizes, kwargs, *blocks):
         visited = np.zeros_like(some)
-        for first, last, masked in ranges.segments:
+        for first, last, masked, _ in ranges.runs:
             run = _visited(ranges, some.shape, (first, last))
             assert not (visited & run).any()
             visited |= run
