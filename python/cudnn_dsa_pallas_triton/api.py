@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from cudnn_dsa_pallas_triton.autotune import cached_config, remember, tune
 from cudnn_dsa_pallas_triton.config import Config, default_config
 from cudnn_dsa_pallas_triton.contracts import Options, Problem, check
 from cudnn_dsa_pallas_triton.lowering import vary_alike
 from cudnn_dsa_pallas_triton.operands import canonical, canonical_masks
+from cudnn_dsa_pallas_triton.tuner import cached_config, remember, tune
 from cudnn_dsa_pallas_triton.vjp import Plan, attention_core
 
 
@@ -114,7 +114,7 @@ def attention(
 def autotune(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool | None = None, **kwargs: Any) -> Config:
     """The fastest configuration for a call of :func:`attention` with these arguments on this device.
 
-    Measured once per device kind and kind of call, then read from the cache (see ``autotune.py``). Must be called with
+    Measured once per device kind and kind of call, then read from the cache (see ``tuner.py``). Must be called with
     arrays, not under ``jit``.
 
     Args:

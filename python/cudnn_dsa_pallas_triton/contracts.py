@@ -11,6 +11,7 @@ from cudnn_dsa.contracts import (
     ContractError,
     Dims,
     TensorSpec,
+    UnsupportedError,
     check_choice,
     check_dtype,
     check_presence,
@@ -22,6 +23,8 @@ from cudnn_dsa.contracts import (
 FLOATS = ("float32", "bfloat16", "float16")
 PRECISIONS = ("default", "high", "highest")
 MAX_HEAD_DIM = 512
+# The Triton lowering counts elements in 32 bits until an array has 4 GiB: arrays of bytes overflow before.
+_MAX_BYTE_ELEMENTS = 2**31
 
 # Optional operands: dtypes, and the dimensions behind the batch dimensions that each broadcasts to.
 _PAIR = ("H", "T", "t")
@@ -120,6 +123,8 @@ def check(arrays: Mapping[str, Any], options: Options) -> Problem:
         dtypes, tail = OPERANDS[name]
         check_dtype(name, specs[name], dtypes)
         _check_broadcasts(name, specs[name], (*lead, *tail), dims)
+        if dtypes == ("bool",) and specs[name].numel >= _MAX_BYTE_ELEMENTS:
+            raise UnsupportedError(name, f"fewer than {_MAX_BYTE_ELEMENTS} elements", str(specs[name].numel))
     if "attn_sink" in specs:
         check_dtype("attn_sink", specs["attn_sink"], FLOATS)
         check_shape("attn_sink", specs["attn_sink"], ("H",), dims)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cudnn_dsa.contracts import ContractError
+from cudnn_dsa.contracts import ContractError, UnsupportedError
 from cudnn_dsa_pallas_triton import KernelConfig, attention
 from cudnn_dsa_pallas_triton.contracts import Options, check
 
@@ -72,6 +72,14 @@ def test_a_refusal_names_the_argument(argument, change):
 def test_a_configuration_refuses_illegal_values(field):
     with pytest.raises(ContractError, match=field):
         dataclasses.replace(KernelConfig(16, 16), **{field: 24})
+
+
+def test_a_mask_whose_offsets_would_overflow_is_refused():
+    """Offsets into arrays of bytes are 32 bits wide up to 4 GiB."""
+    q = spec(1, 2**16, 1, 16)
+    mask = spec(1, 2**16, 2**15, dtype=jnp.bool_)
+    with pytest.raises(UnsupportedError, match="mask"):
+        check({"q": q, "k": spec(1, 2**15, 1, 16), "v": spec(1, 2**15, 1, 16), "mask": mask}, Options())
 
 
 def test_band_and_defaults():

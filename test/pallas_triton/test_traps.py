@@ -235,6 +235,14 @@ def test_the_bias_gradient_has_no_atomics_and_no_dense_intermediate():
     assert max(sizes) < dense
 
 
+@pytest.mark.parametrize(("precision", "expected"), [(None, "HIGHEST"), ("highest", "HIGHEST"), ("default", "DEFAULT")])
+def test_fp32_dots_are_ieee_unless_asked_otherwise(precision, expected):
+    text = str(_gradient_jaxpr(precision=precision)[0])
+    other = {"HIGHEST": "DEFAULT", "DEFAULT": "HIGHEST"}[expected]
+    assert f"Precision.{expected}" in text
+    assert f"Precision.{other}" not in text
+
+
 def test_no_tanh_without_a_cap():
     assert "tanh" not in str(_gradient_jaxpr()[0])
     assert "tanh" in str(_gradient_jaxpr(logits_soft_cap=5.0)[0])
