@@ -107,9 +107,10 @@ HIDDEN = {
     "key mask": lambda: {"mask": (np.arange(33) < 20)[None, :]},
     "dense mask": lambda: {"mask": (np.arange(33) < 20)[None, :] & (np.arange(33) < 25)[:, None]},
     "k_end": lambda: {"k_end": np.int32([20]), "q_end": np.int32([25])},
-    # Ids of 0, what rows past the end of a ragged length may look like, belong to padding keys.
     "segments": lambda: {"segment_ids": (np.where(np.arange(33) < 25, 1, 3).astype(np.int32)[None],
-                                         np.where(np.arange(33) < 20, 1, 0).astype(np.int32)[None])},
+                                         np.where(np.arange(33) < 20, 1, 2).astype(np.int32)[None])},
+    # The padding keys have the id 0, which is what rows past the end of a ragged length look like.
+    "ragged segments": lambda: {"segment_ids": (np.ones((1, 33), np.int32), (np.arange(33) < 20).astype(np.int32)[None])},
     "bias": lambda: {"bias": np.where((np.arange(33) < 20)[None, :] & (np.arange(33) < 25)[:, None], 0.5, -np.inf)
                      .astype(np.float32)},
     "bias and causal": lambda: {"bias": np.where(np.arange(33) < 20, 0.5, -np.inf).astype(np.float32)[None]
@@ -126,7 +127,7 @@ def test_masked_padding_does_not_leak(kind, poison):
     arrays = inputs(rng(), ONE_HEAD)
     for name in "kv":
         arrays[name][:, 20:] = poison
-    if kind != "key mask":  # there the queries past 25 do attend, and their dout counts
+    if kind not in ("key mask", "ragged segments"):  # there the queries past 25 do attend, and their dout counts
         arrays["q"][:, 25:] = poison
         arrays["dout"][:, 25:] = poison
     got, want = run(arrays, kwargs), expect(arrays, kwargs)
