@@ -22,7 +22,6 @@ from cudnn_dsa_pallas_triton.config import KernelConfig
 from cudnn_dsa_pallas_triton.contracts import Problem
 from cudnn_dsa_pallas_triton.forward import make_tile, store_rows, visit
 from cudnn_dsa_pallas_triton.lowering import call, dot, ds, exp2, load, loop, program_id
-from cudnn_dsa_pallas_triton.operands import lead_index
 from cudnn_dsa_pallas_triton.tile import LOG2E, NEG_INF, Tile, clean
 from cudnn_dsa_pallas_triton.visibility import Ranges, key_major, query_major
 
@@ -109,7 +108,7 @@ def query_gradient(
         lambda refs, outs: _dq_kernel(tile, ranges, refs, outs),
         name="attention_dq",
         grid=(tile.q_blocks, problem.q_heads, problem.batch_size),
-        inputs={**kernel_terms(tile, operands), "bounds": jnp.asarray(ranges.bounds)},
+        inputs={**kernel_terms(tile, operands), **ranges.inputs()},
         outputs={"dq": jax.ShapeDtypeStruct(shape, jnp.dtype(problem.dtype))},
         padded_last=tile.padded_last(),
         num_warps=config.num_warps,
@@ -142,7 +141,7 @@ def _dq_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str,
         return step
 
     acc = [jnp.zeros((tile.block_q, c.size), jnp.float32) for c in tile.qk_chunks]
-    acc = visit(ranges, refs["bounds"], (*lead_index(refs["bounds"], 2, n, h, problem), i), body, acc)
+    acc = visit(tile, ranges, refs, n, h, i, body, acc)
     for a, chunk in zip(acc, tile.qk_chunks, strict=True):
         store_rows(outs["dq"], n, h, qs["start"], a * problem.scale, chunk, qs["exists"])
 
@@ -166,7 +165,7 @@ def key_value_gradient(
         lambda refs, outs: _dkv_kernel(tile, ranges, refs, outs),
         name="attention_dkv",
         grid=(tile.k_blocks, problem.kv_heads, problem.batch_size),
-        inputs={**kernel_terms(tile, operands), "bounds": jnp.asarray(ranges.bounds)},
+        inputs={**kernel_terms(tile, operands), **ranges.inputs()},
         outputs={
             "dk": jax.ShapeDtypeStruct((*shape, problem.head_dim), dtype),
             "dv": jax.ShapeDtypeStruct((*shape, problem.v_head_dim), dtype),
@@ -211,7 +210,7 @@ def _dkv_kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str
 
             return step
 
-        return visit(ranges, refs["bounds"], (*lead_index(refs["bounds"], 2, n, h, problem), j), body, carry)
+        return visit(tile, ranges, refs, n, h, j, body, carry)
 
     dk = [jnp.zeros((tile.block_k, c.size), jnp.float32) for c in tile.qk_chunks]
     dv = [jnp.zeros((tile.block_k, c.size), jnp.float32) for c in tile.v_chunks]

@@ -23,7 +23,7 @@ from cudnn_dsa_pallas_triton.forward import make_tile
 from cudnn_dsa_pallas_triton.lowering import call, cdiv, ds, load, loop, program_id, store
 from cudnn_dsa_pallas_triton.operands import lead_index
 from cudnn_dsa_pallas_triton.tile import Tile
-from cudnn_dsa_pallas_triton.visibility import DYNAMIC, is_dynamic, query_major
+from cudnn_dsa_pallas_triton.visibility import DYNAMIC, is_dynamic, visible_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,6 @@ def bias_gradient(problem: Problem, config: KernelConfig, operands: dict[str, ja
     axes = Axes(sizes, tuple(have == size for have, size in zip(bias.shape, full, strict=True)))
     splits = dbias_splits(axes.tiles, axes.steps)
     splits = cdiv(axes.steps, cdiv(axes.steps, splits))
-    ranges = query_major(problem, operands, tile.block_q, tile.block_k)
-    span = ranges.bounds[..., :: ranges.bounds.shape[-1] - 1]  # the first and the last bound
     dtype = bias.dtype if splits == 1 else jnp.dtype(jnp.float32)
     # The name in the kernel differs from the operand's: an output of the same rank plus the axis of the splits.
     partial = call(
@@ -76,7 +74,7 @@ def bias_gradient(problem: Problem, config: KernelConfig, operands: dict[str, ja
         grid=(axes.tiles, splits),
         inputs={
             **kernel_terms(tile, operands),
-            "bounds": jnp.asarray(span),
+            "visible": visible_blocks(problem, operands, tile.block_q, tile.block_k),
         },
         outputs={"dbias": jax.ShapeDtypeStruct((splits, *bias.shape), dtype)},
         padded_last=tile.padded_last(),
@@ -94,8 +92,7 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
     skipping = _skipping(tile, axes)
 
     def visited(n: Any, h: Any, i: Any, j: Any) -> Any:
-        index = (*lead_index(refs["bounds"], 2, n, h, problem), i)
-        return (load(refs["bounds"], (*index, 0)) <= j) & (j < load(refs["bounds"], (*index, 1)))
+        return load(refs["visible"], (*lead_index(refs["visible"], 2, n, h, problem), i, j))
 
     def score_tile(step: Any, acc: Any) -> Any:
         *batch, h, i, j = axes.unravel(number, step)
@@ -117,12 +114,12 @@ def _kernel(tile: Tile, axes: Axes, steps: int, refs: dict[str, Any], outs: dict
             )
             return acc + gradient_tile(tile, raw, dp, pairs, qs, ks, True, True)[1]
 
-        return loop(0, visited(n, h, i, j).astype(jnp.int32), add, acc) if skipping == "each" else add(0, acc)
+        return loop(0, visited(n, h, i, j), add, acc) if skipping == "each" else add(0, acc)
 
     *batch, h, i, j = axes.unravel(number, 0)
     first, last = split * steps, jnp.minimum((split + 1) * steps, axes.steps)
     if skipping == "once":
-        last = jnp.where(visited(0, 0, i, j), last, first)
+        last = jnp.where(visited(0, 0, i, j) != 0, last, first)
     acc = loop(first, last, score_tile, jnp.zeros((tile.block_q, tile.block_k), jnp.float32))
 
     out = outs["dbias"]

@@ -37,7 +37,7 @@ def forward(
         lambda refs, outs: _kernel(tile, ranges, refs, outs),
         name="attention_forward",
         grid=(tile.q_blocks, h, n),
-        inputs={**operands, "bounds": jnp.asarray(ranges.bounds)},
+        inputs={**operands, **ranges.inputs()},
         outputs={
             "out": jax.ShapeDtypeStruct((n, t, h, problem.v_head_dim), jnp.dtype(problem.dtype)),
             "m": residual,
@@ -59,11 +59,17 @@ def make_tile(
     return Tile(problem, config.block_q, config.block_k, config.head_chunk, transposed, key_mask)
 
 
-def visit(ranges: Ranges, bounds: Any, index: tuple[Any, ...], body: Any, carry: Any) -> Any:
-    """``body(masked, cleans)(block, carry)`` over every run of blocks in ascending order."""
+def visit(tile: Tile, ranges: Ranges, refs: dict[str, Any], n: Any, h: Any, own: Any, body: Any, carry: Any) -> Any:
+    """``body(masked, cleans)(block, carry)`` over the blocks that block ``own`` visits, in ascending order."""
+    index = (*lead_index(refs["bounds"], 2, n, h, tile.problem), own)
     for run in ranges.runs:
-        first, last = load(bounds, (*index, run.first)), load(bounds, (*index, run.last))
-        carry = loop(first, last, body(run.masked, run.cleans), carry)
+        step = body(run.masked, run.cleans)
+
+        def at_place(place: Any, carry: Any, step: Any = step) -> Any:
+            return step(load(refs["order"], (*index, place)), carry)
+
+        first, last = (load(refs["bounds"], (*index, bound)) for bound in (run.first, run.last))
+        carry = loop(first, last, step if ranges.order is None else at_place, carry)
     return carry
 
 
@@ -118,8 +124,7 @@ def _kernel(tile: Tile, ranges: Ranges, refs: dict[str, Any], outs: dict[str, An
         m = jnp.full((tile.block_q,), NEG_INF, jnp.float32)
         l = jnp.zeros((tile.block_q,), jnp.float32)
     acc = [jnp.zeros((tile.block_q, c.size), jnp.float32) for c in tile.v_chunks]
-    index = (*lead_index(refs["bounds"], 2, n, h, problem), i)
-    m, l, acc = visit(ranges, refs["bounds"], index, body, (m, l, acc))
+    m, l, acc = visit(tile, ranges, refs, n, h, i, body, (m, l, acc))
 
     exists = qs["exists"]
     store(outs["m"], (n, h, ds(qs["start"], tile.block_q)), m * tile.unit, exists)

@@ -1,7 +1,8 @@
 """Which blocks a kernel visits: for every block of its own axis, ranges of blocks of the other axis.
 
-The ranges are the smallest that contain every block with an allowed pair. Where all masks are static (a band, or none),
-the blocks in which every pair is allowed form a range of their own, which the kernels run without masking.
+The ranges are the smallest that contain every block with an allowed pair; where a mask may leave holes in them (a dense
+mask, positions given as data), they are ranges of a list of the blocks that do. Where all masks are static (a band, or
+none), the blocks in which every pair is allowed form a range of their own, which the kernels run without masking.
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ class Ranges:
     Attributes:
         bounds: int32 [lead, H or 1, own blocks, number of bounds], ascending along the last axis.
         runs: in ascending order; what is before the first bound or behind the last is not visited.
+        order: int32 [lead, H or 1, own blocks, other blocks]: the block at each place of a range; None where the
+            place is the block.
     """
 
     bounds: jax.Array | np.ndarray
     runs: tuple[Run, ...]
+    order: jax.Array | None = None
+
+    def inputs(self) -> dict[str, jax.Array]:
+        """What a kernel reads of it, by operand name."""
+        return {"bounds": jnp.asarray(self.bounds)} | ({} if self.order is None else {"order": self.order})
 
 
 def is_dynamic(problem: Problem) -> bool:
@@ -62,7 +70,7 @@ def query_major(
     data.
     """
     if is_dynamic(problem):
-        return _span(_visible(problem, masks, block_q, block_k), finite)
+        return _span(_visible(problem, masks, block_q, block_k), finite, _leaves_holes(masks))
     return _band_ranges(problem.band, problem.q_len, problem.kv_len, block_q, block_k, finite)
 
 
@@ -71,9 +79,19 @@ def key_major(
 ) -> Ranges:
     """For every block of keys, the blocks of queries to visit; ``finite`` as in ``query_major``."""
     if is_dynamic(problem):
-        return _span(jnp.swapaxes(_visible(problem, masks, block_q, block_k), -1, -2), finite)
+        visible = jnp.swapaxes(_visible(problem, masks, block_q, block_k), -1, -2)
+        return _span(visible, finite, _leaves_holes(masks))
     before, after = problem.band
     return _band_ranges((after, before), problem.kv_len, problem.q_len, block_k, block_q, finite)
+
+
+def visible_blocks(problem: Problem, masks: Mapping[str, jax.Array], block_q: int, block_k: int) -> jax.Array:
+    """int32 [lead, H or 1, blocks of queries, blocks of keys]: 0 where no pair of the two blocks is allowed."""
+    if is_dynamic(problem):
+        return _visible(problem, masks, block_q, block_k).astype(jnp.int32)
+    bounds = _band_ranges(problem.band, problem.q_len, problem.kv_len, block_q, block_k, None).bounds
+    j = np.arange(-(-problem.kv_len // block_k))
+    return jnp.asarray((bounds[..., :1] <= j) & (j < bounds[..., -1:]), jnp.int32)
 
 
 def _band_ranges(
@@ -103,16 +121,28 @@ def _band_ranges(
     return Ranges(jnp.where(finite, bounds, everything), (Run(0, 1, True, True), *(r for r in runs if r.first > 0)))
 
 
-def _span(visible: jax.Array, finite: jax.Array | None) -> Ranges:
-    """The range from the first to the last visible block."""
+def _leaves_holes(masks: Mapping[str, jax.Array]) -> bool:
+    """Whether blocks without an allowed pair may lie between blocks with one, often enough to matter."""
+    dense = "mask" in masks and masks["mask"].shape[-2] != 1 and masks["mask"].shape[-1] != 1
+    return dense or "q_indices" in masks or "k_indices" in masks
+
+
+def _span(visible: jax.Array, finite: jax.Array | None, holes: bool) -> Ranges:
+    """The range from the first to the last visible block; with ``holes`` the list of the visible blocks."""
     n = visible.shape[-1]
-    some = visible.any(axis=-1)
-    lo = jnp.where(some, jnp.argmax(visible, axis=-1), 0)
-    hi = jnp.where(some, n - jnp.argmax(visible[..., ::-1], axis=-1), 0)
+    order = None
+    if holes:
+        order = jnp.argsort(~visible, axis=-1, stable=True).astype(jnp.int32)
+        hi = visible.sum(axis=-1)
+        lo = jnp.zeros_like(hi)
+    else:
+        some = visible.any(axis=-1)
+        lo = jnp.where(some, jnp.argmax(visible, axis=-1), 0)
+        hi = jnp.where(some, n - jnp.argmax(visible[..., ::-1], axis=-1), 0)
     if finite is None:
-        return Ranges(jnp.stack([lo, hi], axis=-1).astype(jnp.int32), (Run(0, 1, True, False),))
+        return Ranges(jnp.stack([lo, hi], axis=-1).astype(jnp.int32), (Run(0, 1, True, False),), order)
     bounds = jnp.stack([lo, jnp.where(finite, lo, hi), hi], axis=-1).astype(jnp.int32)
-    return Ranges(bounds, (Run(0, 1, True, True), Run(1, 2, True, False)))
+    return Ranges(bounds, (Run(0, 1, True, True), Run(1, 2, True, False)), order)
 
 
 def _per_block(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

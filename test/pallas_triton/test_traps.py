@@ -110,7 +110,8 @@ HIDDEN = {
     "segments": lambda: {"segment_ids": (np.where(np.arange(33) < 25, 1, 3).astype(np.int32)[None],
                                          np.where(np.arange(33) < 20, 1, 2).astype(np.int32)[None])},
     # The padding keys have the id 0, which is what rows past the end of a ragged length look like.
-    "ragged segments": lambda: {"segment_ids": (np.ones((1, 33), np.int32), (np.arange(33) < 20).astype(np.int32)[None])},
+    "ragged segments": lambda: {"segment_ids": (np.ones((1, 33), np.int32),
+                                                (np.arange(33) < 20).astype(np.int32)[None])},
     "bias": lambda: {"bias": np.where((np.arange(33) < 20)[None, :] & (np.arange(33) < 25)[:, None], 0.5, -np.inf)
                      .astype(np.float32)},
     "bias and causal": lambda: {"bias": np.where(np.arange(33) < 20, 0.5, -np.inf).astype(np.float32)[None]

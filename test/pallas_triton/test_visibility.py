@@ -8,7 +8,7 @@ from pallas_triton.pallas_triton_oracle import allowed_pairs
 
 from cudnn_dsa_pallas_triton.contracts import Options, check
 from cudnn_dsa_pallas_triton.operands import canonical_masks
-from cudnn_dsa_pallas_triton.visibility import key_major, query_major
+from cudnn_dsa_pallas_triton.visibility import key_major, query_major, visible_blocks
 
 BAND = [{"is_causal": True}, {"local_window_size": (9, 4)}, {"is_causal": True, "local_window_size": (20, 3)}, {}]
 # Drawn per row, their blocks' minima and maxima bound the range from outside only.
@@ -54,7 +54,18 @@ def _visited(ranges, shape, column):
         bounds = bounds.reshape(*((1,) * len(batch) if bounds.shape[0] == 1 else batch), *bounds.shape[1:])
     bounds = np.broadcast_to(bounds, (*shape[:-1], bounds.shape[-1]))
     j = np.arange(shape[-1])
-    return (bounds[..., column[0], None] <= j) & (j < bounds[..., column[1], None])
+    places = (bounds[..., column[0], None] <= j) & (j < bounds[..., column[1], None])
+    if ranges.order is None:
+        return places
+    order = np.asarray(ranges.order)
+    if order.ndim == 4:
+        order = order.reshape(*((1,) * len(batch) if order.shape[0] == 1 else batch), *order.shape[1:])
+    order = np.broadcast_to(order, shape)
+    visited = np.zeros(shape, bool)
+    np.put_along_axis(visited, order, places, axis=-1)
+    for row, used in zip(order.reshape(-1, shape[-1]), places.reshape(-1, shape[-1]), strict=True):
+        assert (np.diff(row[used]) > 0).all()  # ascending, as without a list: sums have the same order
+    return visited
 
 
 @pytest.mark.parametrize("kwargs", BAND, ids=str)
@@ -80,6 +91,21 @@ def test_dynamic_masks_skip_nothing_allowed(name, seed):
     sizes = Sizes((2, 2), 70, 90, 2, 1, 8, 8)
     for ranges, some, _ in _ranges(sizes, draw(rng, [name], sizes), 16, 32):
         assert (_visited(ranges, some.shape, (0, 1)) >= some).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 70, 90), (1, 2, 70, 90), (70, 90)])
+def test_blocks_in_the_middle_that_a_dense_mask_empties_are_skipped(shape):
+    rng = np.random.default_rng(0)
+    sizes = Sizes((2,), 70, 90, 2, 1, 8, 8)
+    mask = np.ones(shape, bool)
+    for i, j in zip(rng.integers(0, 70, 60), rng.integers(0, 90, 60), strict=True):
+        mask[..., i // 16 * 16 : i // 16 * 16 + 16, j // 32 * 32 : j // 32 * 32 + 32] &= rng.random() < 0.3
+    for ranges, some, _ in _ranges(sizes, {"mask": mask}, 16, 32):
+        np.testing.assert_array_equal(_visited(ranges, some.shape, (0, 1)), some)
+    problem, arrays = _problem(rng, sizes, {"mask": mask})
+    masks = canonical_masks({n: jnp.asarray(x) for n, x in arrays.items()}, problem)
+    _, some, _ = next(iter(_ranges(sizes, {"mask": mask}, 16, 32)))
+    np.testing.assert_array_equal(np.broadcast_to(visible_blocks(problem, masks, 16, 32) != 0, some.shape), some)
 
 
 def test_packed_segments_and_ranges_visit_only_their_blocks():
