@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pallas_triton.pallas_triton_oracle import oracle
+from pallas_triton_oracle import oracle
 
 from cudnn_dsa_pallas_triton import Config, KernelConfig, attention
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pallas_triton.pallas_triton_cases import FEATURES, Sizes, check
+from pallas_triton_cases import FEATURES, Sizes, check
 
 
 def _covering_rows(seed=1):

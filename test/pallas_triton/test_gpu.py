@@ -6,7 +6,7 @@ The other files of this folder run on a GPU too: without one they interpret, wit
 import jax
 import numpy as np
 import pytest
-from pallas_triton.pallas_triton_cases import TOLERANCE, Sizes, assert_close, draw, expect, inputs, run
+from pallas_triton_cases import TOLERANCE, Sizes, assert_close, draw, expect, inputs, run
 
 from cudnn_dsa_pallas_triton import Config, default_config
 from cudnn_dsa_pallas_triton.config import KERNELS, candidates

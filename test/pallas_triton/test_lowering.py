@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pallas_triton.pallas_triton_cases import DIFFERENTIABLE, FEATURES, Sizes, draw
+from pallas_triton_cases import DIFFERENTIABLE, FEATURES, Sizes, draw
 
 from cudnn_dsa_pallas_triton import Config, KernelConfig, attention, default_config
 from cudnn_dsa_pallas_triton.config import KERNELS, candidates, head_chunks

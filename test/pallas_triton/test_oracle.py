@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from pallas_triton.pallas_triton_cases import FEATURES, Sizes, draw, inputs
-from pallas_triton.pallas_triton_oracle import oracle
+from pallas_triton_cases import FEATURES, Sizes, draw, inputs
+from pallas_triton_oracle import oracle
 
 
 @pytest.mark.parametrize("normalize", [True, False])

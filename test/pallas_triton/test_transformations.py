@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from pallas_triton.pallas_triton_cases import SMALL, Sizes, assert_close, expect, inputs, normal
+from pallas_triton_cases import SMALL, Sizes, assert_close, expect, inputs, normal
 
 from cudnn_dsa_pallas_triton import attention
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from pallas_triton.pallas_triton_cases import (
+from pallas_triton_cases import (
     SMALL,
     TOLERANCE,
     Sizes,

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pallas_triton.pallas_triton_cases import Sizes, assert_close, expect, inputs
+from pallas_triton_cases import Sizes, assert_close, expect, inputs
 
 from cudnn_dsa_pallas_triton import Config, KernelConfig, attention, autotune, default_config
 from cudnn_dsa_pallas_triton.config import KERNELS, accumulators, candidates, fit, shared_bytes

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pallas_triton.pallas_triton_cases import FEATURES, Sizes, draw, inputs
-from pallas_triton.pallas_triton_oracle import allowed_pairs
+from pallas_triton_cases import FEATURES, Sizes, draw, inputs
+from pallas_triton_oracle import allowed_pairs
 
 from cudnn_dsa_pallas_triton.contracts import Options, check
 from cudnn_dsa_pallas_triton.operands import canonical_masks
