@@ -1,0 +1,24 @@
+"""cute_emulator: runs compiled CuTe DSL kernels (Hopper and Blackwell) on a CPU and checks them for hazards.
+
+``emulate`` runs CuTe DSL calls on CPU tensors, ``run_ptx`` a kernel from PTX text. See docs/emulator.md.
+"""
+
+from .dsl import Gpu, emulate
+from .errors import EmulatorError, ExecutionError, HazardError, LaunchError, PtxSyntaxError, UnsupportedInstruction
+from .report import Hazard, LaunchReport, Report
+from .run import run_ptx
+
+__all__ = [
+    "EmulatorError",
+    "ExecutionError",
+    "Gpu",
+    "Hazard",
+    "HazardError",
+    "LaunchError",
+    "LaunchReport",
+    "PtxSyntaxError",
+    "Report",
+    "UnsupportedInstruction",
+    "emulate",
+    "run_ptx",
+]
