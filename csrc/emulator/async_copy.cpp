@@ -184,6 +184,7 @@ Next cp_arrive(Warp& w, const Op& o, uint32_t m) {  // address; imm: offset, noi
     op->mask = m;
     op->clock = w.cp_async.clock++;
     op->before = w.copies;
+    for (auto& c : w.copies) c->tracked = true;
     EACH_LANE(l, m) {
         op->address[l] = w.src<uint32_t>(o.x[0])[l] + uint32_t(o.imm[0]);
         MBarrier& b = mbarrier_at(*w.cta->cluster, op->address[l], &w);

@@ -86,7 +86,7 @@ struct AsyncOp {
     Snapshot issued;  // what its issuer knew
     uint32_t pc = 0;
     Warp* warp = nullptr;
-    bool done = false;
+    bool done = false, tracked = false;  // tracked: an mbarrier will tell of its completion
     virtual void run() = 0;
     virtual ~AsyncOp() = default;
 };
@@ -111,11 +111,6 @@ struct Group {
     uint32_t pc, mask;
     bool asleep = false;  // failed a wait; see Warp::seen_events
     bool converging = false;  // stands before an operation that needs the whole warp
-};
-
-struct PendingLoad {  // tcgen05.ld: registers that hold poison until tcgen05.wait::ld
-    uint32_t reg, mask;
-    uint32_t value[32];
 };
 
 struct WgmmaPending;
@@ -151,7 +146,6 @@ struct Warp {
     std::vector<std::shared_ptr<AsyncOp>> stores;  // bulk operations of bulk groups
     std::vector<uint32_t> store_group;
     uint32_t store_groups = 0;
-    std::vector<PendingLoad> tmem_loads;
     std::vector<std::shared_ptr<WgmmaPending>> wgmmas;
     uint32_t wgmma_groups = 0;
     std::vector<uint32_t> blocked_pc;

@@ -228,12 +228,16 @@ static void finish_warp(Warp& w) {
     c.live--;
     w.cta->live_warps--;
     c.events++;
-    uint32_t pc = w.groups.empty() ? 0 : w.groups[0].pc;
     if (w.launch->check) {
-        if (!w.copies.empty()) add_hazard(*w.launch, "exit with pending cp.async", "", w, w.copies[0]->pc);
+        for (auto& op : w.copies)
+            if (!op->done && !op->tracked) {
+                add_hazard(*w.launch, "exit with pending cp.async", "", w, op->pc);
+                break;
+            }
         if (!w.stores.empty()) add_hazard(*w.launch, "exit with pending bulk copies", "shared memory may be gone before it is read", w, w.stores[0]->pc);
     }
-    (void)pc;
+    w.copies.erase(std::remove_if(w.copies.begin(), w.copies.end(), [](auto& op) { return op->tracked; }), w.copies.end());
+    w.copy_group.assign(w.copies.size(), 0);
     finish_copies(w, ~0u);
     for (auto& s : w.stores) run_async(c, s);
     w.stores.clear();
@@ -250,6 +254,7 @@ void exit_lanes(Warp& w, uint32_t mask) {
     g.mask &= ~mask;
     g.pc++;
     w.live &= ~mask;
+    for (auto& other : w.groups) other.converging = false;  // whoever waits for these lanes has fewer to wait for
     if (!g.mask) w.groups.erase(w.groups.begin() + w.current);
     if (w.groups.empty()) finish_warp(w);
 }

@@ -1,6 +1,7 @@
 // PTX ISA, TensorCore 5th Generation: tensor memory (addressing, allocation), tcgen05.alloc, dealloc, ld, st, wait.
 //
-// The shadow of tensor memory has a cell for 16 lanes of one column, the finest that any access distinguishes.
+// A load fills its registers at once; that none of them is used before tcgen05.wait::ld is checked statically (analysis.py),
+// because compilers move register copies above the wait. The shadow of tensor memory has a cell for 16 lanes of one column, the finest that any access distinguishes.
 #include "tensor_memory.h"
 
 #include "lanes.h"
@@ -132,28 +133,17 @@ Next load(Warp& w, const Op& o, uint32_t m) {
     if (shape == S16x32bx2) shadow_columns(cta, t.lane / 16, 1, t.column + uint32_t(o.imm[4]), t.columns, false, tmem_access(w, w.tmem_load, "tcgen05.ld"));
     const uint32_t* memory = cta.tmem.data();
     w.launch->counters.tmem_load += uint64_t(n) * 128;
-    size_t first = w.tmem_loads.size();
-    w.tmem_loads.resize(first + n);
     for (uint32_t j = 0; j < n; j++) {
-        PendingLoad& p = w.tmem_loads[first + j];
-        p.reg = o.x[1 + j];
-        p.mask = m;
-        for (uint32_t l = 0; l < 32; l++) {
-            uint32_t row, column;
-            if (!packed) {
-                place(shape, l, j, uint32_t(o.imm[4]), row, column);
-                p.value[l] = memory[(t.lane + row) * TMEM_COLUMNS + t.column + column];
-            } else {
-                uint32_t v = 0;
-                for (uint32_t h = 0; h < 2; h++) {
-                    place(shape, l, 2 * j + h, uint32_t(o.imm[4]), row, column);
-                    v |= (memory[(t.lane + row) * TMEM_COLUMNS + t.column + column] & 0xffff) << (16 * h);
-                }
-                p.value[l] = v;
+        uint32_t* d = w.dst<uint32_t>(o.x[1 + j]);
+        EACH_LANE(l, m) {
+            uint32_t row, column, v = 0;
+            for (uint32_t h = 0; h <= packed; h++) {
+                place(shape, l, packed ? 2 * j + h : j, uint32_t(o.imm[4]), row, column);
+                uint32_t cell = memory[(t.lane + row) * TMEM_COLUMNS + t.column + column];
+                v |= packed ? (cell & 0xffff) << (16 * h) : cell;
             }
+            d[l] = v;
         }
-        uint32_t* d = w.dst<uint32_t>(p.reg);
-        EACH_LANE(l, m) d[l] = TMEM_POISON;
     }
     return Next::advance;
 }
@@ -179,11 +169,6 @@ Next store(Warp& w, const Op& o, uint32_t m) {
 }
 Next wait_load(Warp& w, const Op&, uint32_t) {
     if (!whole_warp(w)) return Next::converge;
-    for (auto& p : w.tmem_loads) {
-        uint32_t* d = w.dst<uint32_t>(p.reg);
-        EACH_LANE(l, p.mask) d[l] = p.value[l];
-    }
-    w.tmem_loads.clear();
     learn_epoch(w, w.tmem_load.agent, w.tmem_load.clock++, true);
     return Next::advance;
 }

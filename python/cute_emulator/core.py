@@ -7,6 +7,7 @@ import struct
 from ctypes import POINTER, c_char_p, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 
+from .analysis import early_uses
 from .build import build
 from .lowering import NO_GUARD, Kernel
 
@@ -72,6 +73,7 @@ class Program:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
+        self.early_uses = early_uses(kernel.operations)
         operands: list[int] = []
         immediates: list[int] = []
         raw = bytearray()

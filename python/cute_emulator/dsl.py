@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,7 @@ from typing import Any
 
 from .build import build
 from .errors import EmulatorError, HazardError, LaunchError
-from .launch import LoadedModule, Options, Region, launch, load
+from .launch import Options, Region, launch, load
 from .report import Report
 from .run import memory_of
 
@@ -28,7 +28,7 @@ from .run import memory_of
 @dataclass
 class _Library:
     image: int
-    module: LoadedModule | None = None
+    ptx: str | None = None
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Gpu:
     report: Report = field(default_factory=Report)
     regions: list[Region] = field(default_factory=list)
     strict: bool = False
+    transform: Callable[[str], str] | None = None
     error: BaseException | None = None
 
     def track(self, **tensors: Any) -> None:
@@ -59,12 +60,18 @@ _ptx_of_image: dict[bytes, str] = {}
 _current: list[Gpu] = []
 
 
+_FATBINARY = 0xBA55ED50
+
+
 def _image_bytes(address: int) -> bytes:
+    """The image handed to the runtime: a fatbinary (whose header says how long it is) or a bare ELF file."""
     head = ctypes.string_at(address, 64)
+    magic, _, header, size = struct.unpack_from("<IHHQ", head)
+    if magic == _FATBINARY:
+        return ctypes.string_at(address, header + size)
     if head[:4] != b"\x7fELF":
-        raise LaunchError("the kernel image is no ELF file")
-    (sections,) = struct.unpack_from("<Q", head, 40)
-    (programs,) = struct.unpack_from("<Q", head, 32)
+        raise LaunchError(f"the kernel image is neither an ELF file nor a fatbinary: {head[:8].hex()}")
+    programs, sections = struct.unpack_from("<QQ", head, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", head, 54)
     return ctypes.string_at(address, max(sections + section_size * section_count, programs + program_size * program_count))
 
@@ -92,16 +99,15 @@ def _on_launch(config: int, kernel: int, arguments: int) -> int:
     return 0
 
 
-def _module_of(library: _Library) -> LoadedModule:
-    if library.module is None:
+def _ptx_of(library: _Library) -> str:
+    if library.ptx is None:
         image = _image_bytes(library.image)
-        text = _ptx_of_image.get(image)
-        if text is None:  # the image may be longer than what its headers describe
-            text = next((t for k, t in _ptx_of_image.items() if k.startswith(image) or image.startswith(k)), None)
-        if text is None:
+        library.ptx = _ptx_of_image.get(image)
+        if library.ptx is None:  # the cubin lies inside a fatbinary
+            library.ptx = next((t for k, t in _ptx_of_image.items() if k in image or image in k), None)
+        if library.ptx is None:
             raise LaunchError("no PTX is known for this kernel image: was the function compiled inside emulate()?")
-        library.module = load(text)
-    return library.module
+    return library.ptx
 
 
 _CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
@@ -109,7 +115,8 @@ _CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
 
 def _launch(gpu: Gpu, config: int, kernel: int, arguments: int) -> None:
     library, name = _kernels[kernel - 1]
-    module = _module_of(library)
+    text = _ptx_of(library)
+    module = load(gpu.transform(text) if gpu.transform else text)
     entry = module.program(name).kernel.entry
     *dims, shared = struct.unpack("<6IQ", ctypes.string_at(config, 32))
     attributes, count = struct.unpack("<QI", ctypes.string_at(config + 40, 12))
@@ -205,6 +212,7 @@ def _cute_tensor_memory(x: Any) -> tuple[int, int] | None:
 def emulate(
     arch: str = "sm_100a", *, seed: int = 0, schedule: str = "adversarial", check: bool = True, profile: bool = False,
     instruction_limit: int = 0, line_info: bool = False, raise_on_hazard: bool = True,
+    transform: Callable[[str], str] | None = None,
 ) -> Iterator[Gpu]:  # fmt: skip
     """Runs CuTe DSL calls on CPU tensors as if a GPU of ``arch`` were there.
 
@@ -216,6 +224,7 @@ def emulate(
         seed, schedule, check, profile, instruction_limit: see :class:`cute_emulator.launch.Options`.
         line_info: compile with source lines, so that hazards name them.
         raise_on_hazard: raise :class:`HazardError` on leaving the block if the checker found hazards.
+        transform: applied to the PTX of each launched module: how mutation tests break a kernel.
 
     Yields: a :class:`Gpu`; its ``report`` has a :class:`LaunchReport` for each launch.
 
@@ -227,7 +236,7 @@ def emulate(
     except ImportError as e:
         raise EmulatorError("emulate() needs nvidia-cutlass-dsl; run_ptx() does not") from e
     _callbacks()
-    gpu = Gpu(arch, Options(seed, schedule, check, profile, instruction_limit))
+    gpu = Gpu(arch, Options(seed, schedule, check, profile, instruction_limit), transform=transform)
     patches = _Patches()
     stub = str(build()[1])
     dump = tempfile.TemporaryDirectory(prefix="cute_emulator_")

@@ -131,6 +131,12 @@ def launch(
         for i in range(lib.emu_launch_hazards(handle)):
             kind, what, earlier_agent, agent, earlier, pc, cta, address, count = lib.emu_launch_hazard(handle, i).decode().split("\x1f")
             hazards.append(Hazard(kind, what, earlier_agent, agent, place(int(earlier)), place(int(pc)), int(cta), int(address), int(count)))
+        after = program.hits()
+        notes = []
+        for early in program.early_uses:
+            count = after[early.use] - before[early.use]
+            if count:
+                notes.append(Hazard("register used before tcgen05.wait::ld", "registers", "tcgen05.ld", "the warp", place(early.load), place(early.use), 0, 0, count))
         if error:
             fault = ctypes.c_uint32()
             lib.emu_launch_fault(handle, ctypes.byref(fault))
@@ -146,11 +152,11 @@ def launch(
             shape, count, flops = row.split("\x1f")
             mma[shape] = (int(count), int(flops))
         opcodes: Counter[str] = Counter()
-        for o, a, b in zip(operations, before, program.hits(), strict=True):
+        for o, a, b in zip(operations, before, after, strict=True):
             if b > a:
                 opcodes[o.handler] += b - a
         return LaunchReport(
-            name, tuple(grid), tuple(block), tuple(cluster), program.kernel.static_shared + dynamic_shared, hazards,  # type: ignore[arg-type]
+            name, tuple(grid), tuple(block), tuple(cluster), program.kernel.static_shared + dynamic_shared, hazards, notes,  # type: ignore[arg-type]
             {k: int(values[i]) for i, k in enumerate(core.COUNTERS)}, mma, [int(x) for x in warps[: n.value]], dict(opcodes), seconds,
         )  # fmt: skip
     finally:

@@ -65,6 +65,7 @@ class LaunchReport:
     cluster: tuple[int, int, int]
     shared_bytes: int
     hazards: list[Hazard]
+    notes: list[Hazard]  # what the PTX ISA does not promise, and today's hardware does
     counters: dict[str, int]
     mma: dict[str, tuple[int, int]]
     warp_instructions: list[int]
@@ -113,6 +114,9 @@ class LaunchReport:
             lines += ["    " + line for h in self.hazards for line in str(h).splitlines()]
         else:
             lines.append("  no hazards")
+        if self.notes:
+            first = str(self.notes[0]).splitlines()
+            lines += [f"  {len(self.notes)} notes, the first:", *("    " + line for line in first)]
         return "\n".join(lines)
 
 
