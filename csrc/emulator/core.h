@@ -129,6 +129,8 @@ struct Warp {
     uint64_t barrier_generation = 0, seen_events = ~0ull;
     uint64_t executed = 0;
     uint64_t delay = 0;  // scheduling turns it sits out
+    uint64_t since_failed_wait = 0;  // instructions since then, to tell polling from progress
+    bool polling = false;
     std::vector<uint8_t> registers, local;
     // what this warp knows, and its asynchronous streams
     Clock clock;

@@ -295,6 +295,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
     const Op* ops = p.ops.data();
     uint64_t* hits = p.hits.data();
     const uint64_t begin = w.executed;
+    bool failed = false;
     if (w.seen_events != c.events)
         for (auto& g : w.groups) g.asleep = false;
     l.fault_warp = &w;
@@ -335,6 +336,8 @@ static bool run_warp(Warp& w, uint32_t quantum) {
                 h.pc++;
                 h.asleep = true;
                 w.seen_events = c.events;
+                w.polling = true;
+                failed = true;
                 break;
             }
             break;  // blocked
@@ -345,8 +348,11 @@ static bool run_warp(Warp& w, uint32_t quantum) {
     l.counters.instructions += n;
     l.warp_instructions[w.id] += n;
     // A poll of a few dozen instructions that ends in another failed wait is no progress.
-    bool waiting = w.state == Warp::running && quantum;
-    return waiting ? n > 64 : n > 0;
+    w.since_failed_wait += n;
+    bool poll = w.polling && w.since_failed_wait <= 48 && w.state == Warp::running;
+    if (!poll && !failed) w.polling = false;
+    if (failed) w.since_failed_wait = 0;
+    return n > 0 && !poll;
 }
 
 static std::string deadlock_report(Cluster& c) {
@@ -389,14 +395,14 @@ static void run_cluster(Launch& l, Cluster& c) {
     uint32_t idle = 0;
     const uint32_t longest = adversarial ? 8u << l.random.below(8) : 4096;
     while (c.live) {
-        bool progress = false;
+        bool progress = false, held_back = false;
         if (adversarial)
             for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[l.random.below(uint32_t(i))]);
         for (Warp* w : order) {
             if (w->state != Warp::running) continue;
             if (w->delay) {
                 w->delay--;
-                progress = true;
+                held_back = true;
                 continue;
             }
             if (w->seen_events == c.events) {
@@ -404,7 +410,7 @@ static void run_cluster(Launch& l, Cluster& c) {
                 for (auto& g : w->groups) awake |= !g.asleep && !g.converging;
                 if (!awake) continue;
             }
-            if (adversarial && l.random.below(64) == 0) w->delay = l.random.below(40);
+            if (adversarial && !idle && l.random.below(64) == 0) w->delay = l.random.below(40);
             uint64_t events = c.events;
             progress |= run_warp(*w, adversarial ? 1 + l.random.below(longest) : longest) || events != c.events;
             if (c.eagerness > 0 && l.random.unit() < c.eagerness) progress |= run_one_async(c);
@@ -418,8 +424,12 @@ static void run_cluster(Launch& l, Cluster& c) {
             idle = 0;
             continue;
         }
+        if (held_back) {
+            for (Warp* w : order) w->delay = 0;
+            continue;
+        }
         if (run_one_async(c)) continue;
-        if (++idle > 64) throw Fault(deadlock_report(c));
+        if (++idle > 256) throw Fault(deadlock_report(c));
         for (Warp* w : order) w->seen_events = ~0ull;  // poll again: a failed try_wait may be a mere peek
     }
     while (run_one_async(c)) {
