@@ -141,7 +141,8 @@ struct Warp {
         uint32_t agent = 0, clock = 1;
     };
     Stream cp_async, bulk, tcgen05, tmem_load, tmem_store, wgmma;
-    uint32_t bulk_read_agent = 0;
+    std::vector<std::pair<uint32_t, uint32_t>> tmem_load_clock;  // pc and clock of the loads not waited for
+    Snapshot fenced;  // what a later relaxed arrival passes on
     std::vector<std::shared_ptr<AsyncOp>> copies;  // cp.async not yet performed
     std::vector<uint32_t> copy_group;  // the group of each
     std::vector<uint32_t> copy_group_clock;  // the stream's clock when a group was committed
@@ -150,7 +151,6 @@ struct Warp {
     uint32_t store_groups = 0;
     std::vector<std::shared_ptr<WgmmaPending>> wgmmas;
     uint32_t wgmma_groups = 0;
-    std::vector<uint32_t> blocked_pc;
     uint64_t cluster_phase = 0;
 
     template <class T> T* dst(uint32_t x) { return reinterpret_cast<T*>(base[0] + (x >> 1)); }
@@ -176,7 +176,6 @@ struct Cta {
     std::vector<std::shared_ptr<AsyncOp>> tensor_queue;  // tcgen05.mma/cp/commit, in order
     size_t tensor_head = 0;
     uint64_t tmem_columns[8] = {};  // allocated columns, a bit each
-    uint32_t tmem_owner_groups = 0;
     bool permit_relinquished = false;
     bool tmem_ready = false;
     std::vector<std::pair<uint32_t, uint32_t>> tmem_allocations;

@@ -159,6 +159,10 @@ Next fence_async(Warp& w, const Op&, uint32_t) {  // fence.proxy.async: what the
     }
     return Next::advance;
 }
+Next fence_release(Warp& w, const Op&, uint32_t) {
+    w.fenced = publish(w);
+    return Next::advance;
+}
 Next cluster_arrive_(Warp& w, const Op& o, uint32_t m) {
     if (w.live & ~w.groups[w.current].mask & FULL) return Next::converge;
     (void)m;
@@ -172,7 +176,7 @@ Next cluster_wait_(Warp& w, const Op&, uint32_t) {
 
 const HandlerName table[] = {
     {"mbarrier.init", init}, {"mbarrier.inval", inval}, {"mbarrier.arrive", arrive}, {"mbarrier.complete_tx", complete_tx},
-    {"mbarrier.wait", wait}, {"mbarrier.pending_count", pending_count}, {"fence.async", fence_async},
+    {"mbarrier.wait", wait}, {"mbarrier.pending_count", pending_count}, {"fence.async", fence_async}, {"fence.release", fence_release},
     {"cluster.arrive", cluster_arrive_}, {"cluster.wait", cluster_wait_},
 };
 const Registrar registrar(table);

@@ -196,7 +196,9 @@ static void release_cluster_barrier(Cluster& c) {
 void cluster_arrive(Warp& w, bool relaxed) {
     Cluster& c = *w.cta->cluster;
     w.cluster_phase = c.barrier_phase;
-    if (w.launch->check && !relaxed) {
+    if (w.launch->check && relaxed) {
+        if (w.fenced) c.barrier_arriving.join(*w.fenced);  // a release pattern: fence, then a relaxed arrival
+    } else if (w.launch->check) {
         warp_access(w);
         c.barrier_arriving.join(w.clock);
         publish(w);

@@ -4,6 +4,8 @@
 // because compilers move register copies above the wait. The shadow of tensor memory has a cell for 16 lanes of one column, the finest that any access distinguishes.
 #include "tensor_memory.h"
 
+#include <algorithm>
+
 #include "lanes.h"
 
 namespace emu {
@@ -131,6 +133,13 @@ Next load(Warp& w, const Op& o, uint32_t m) {
     Cta& cta = *w.cta;
     shadow_columns(cta, t.lane / 16, t.blocks, t.column, t.columns, false, tmem_access(w, w.tmem_load, "tcgen05.ld"));
     if (shape == S16x32bx2) shadow_columns(cta, t.lane / 16, 1, t.column + uint32_t(o.imm[4]), t.columns, false, tmem_access(w, w.tmem_load, "tcgen05.ld"));
+    if (w.launch->check) {  // one clock a load, so that its use can be learned of alone
+        auto& known = w.tmem_load_clock;
+        uint32_t clock = w.tmem_load.clock++, pc = w.pc();
+        auto i = std::find_if(known.begin(), known.end(), [pc](auto& p) { return p.first == pc; });
+        if (i == known.end()) known.push_back({pc, clock});
+        else i->second = clock;
+    }
     const uint32_t* memory = cta.tmem.data();
     w.launch->counters.tmem_load += uint64_t(n) * 128;
     for (uint32_t j = 0; j < n; j++) {
@@ -167,9 +176,18 @@ Next store(Warp& w, const Op& o, uint32_t m) {
     }
     return Next::advance;
 }
+// Wraps an operation that uses a register of a tcgen05.ld before tcgen05.wait::ld (which the static check reports): the
+// hardware's scoreboard makes it wait for that load. The last immediates: the load's pc, the wrapped handler.
+Next consume(Warp& w, const Op& o, uint32_t m) {
+    if (w.launch->check && w.tmem_load.agent)
+        for (auto& p : w.tmem_load_clock)
+            if (p.first == uint32_t(o.imm[o.immediates - 2])) learn_epoch(w, w.tmem_load.agent, p.second, true);
+    return reinterpret_cast<Handler>(o.imm[o.immediates - 1])(w, o, m);
+}
 Next wait_load(Warp& w, const Op&, uint32_t) {
     if (!whole_warp(w)) return Next::converge;
     learn_epoch(w, w.tmem_load.agent, w.tmem_load.clock++, true);
+    w.tmem_load_clock.clear();
     return Next::advance;
 }
 Next wait_store(Warp& w, const Op&, uint32_t) {
@@ -180,7 +198,7 @@ Next wait_store(Warp& w, const Op&, uint32_t) {
 
 const HandlerName table[] = {
     {"tmem.alloc", alloc}, {"tmem.dealloc", dealloc}, {"tmem.relinquish", relinquish}, {"tmem.ld", load}, {"tmem.st", store},
-    {"tmem.wait_ld", wait_load}, {"tmem.wait_st", wait_store},
+    {"tmem.consume", consume}, {"tmem.wait_ld", wait_load}, {"tmem.wait_st", wait_store},
 };
 const Registrar registrar(table);
 

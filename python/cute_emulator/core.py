@@ -78,13 +78,17 @@ class Program:
         immediates: list[int] = []
         raw = bytearray()
         pack = struct.Struct("<QIIIIHHBBH").pack
-        for o in kernel.operations:
+        waits_for = {e.use: e.load for e in self.early_uses}
+        for i, o in enumerate(kernel.operations):
+            name, values = o.handler, o.immediates
+            if i in waits_for:
+                name, values = "tmem.consume", (*values, waits_for[i], handler(name))
             raw += pack(
-                handler(o.handler), len(operands), len(immediates), o.guard if o.guard != NO_GUARD else NO_GUARD, o.guard_xor,
-                len(o.operands), len(o.immediates), int(o.always), 0, 0,
+                handler(name), len(operands), len(immediates), o.guard if o.guard != NO_GUARD else NO_GUARD, o.guard_xor,
+                len(o.operands), len(values), int(o.always), 0, 0,
             )  # fmt: skip
             operands += o.operands
-            immediates += o.immediates
+            immediates += values
         special = [x for pair in kernel.special for x in pair]
         lib = library()
         self.handle = lib.emu_program(

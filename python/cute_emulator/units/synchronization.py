@@ -26,13 +26,12 @@ def bar(low: Lowering, ins: Instruction) -> None:
 
 @unit("membar", "fence")
 def fence(low: Lowering, ins: Instruction) -> None:
-    # Only the proxy fence matters to the model: warps execute in one order that all of them see.
-    if ins.has("proxy") and ins.has("async"):
+    if ins.has("proxy") and any(p.startswith("async") for p in ins.parts):
         low.emit("fence.async", ())
-    elif ins.has("proxy") and any(p.startswith("async") for p in ins.parts):
-        low.emit("fence.async", ())
+    elif ins.has("proxy"):
+        low.emit("nop", ())  # tensor maps and aliases: nothing is cached
     else:
-        low.emit("nop", ())
+        low.emit("fence.release", ())
 
 
 def _shared_address(low: Lowering, ins: Instruction, text: str) -> tuple[int, int]:
