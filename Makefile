@@ -8,8 +8,12 @@ PY     := $(VENV)/bin/python
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && n=8; echo $$n)
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
+# What `make test` runs, one after the other; `make test-dsa` runs one.
+AREAS      := dsa
+TESTS_dsa  := test/contracts test/dsa test/packaging
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint docs clean
+.PHONY: help setup demo test test-slow lint docs clean $(AREAS:%=test-%)
 
 help: ## what this file offers
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 24
@@ -34,9 +38,12 @@ demo: setup ## train a small language model whose attention is this operator (ab
 	@echo "== demo"
 	@$(PY) -m cudnn_dsa demo $(DEMO_FLAGS)
 
-test: setup lint ## lint, type checks and every test that is not slow
-	@echo "== tests ($(JOBS) workers)"
-	@$(PYTEST) -m "not slow" test $(PYTEST_FLAGS)
+test: lint $(AREAS:%=test-%) ## lint, type checks and every test that is not slow
+
+# One pytest a run: the areas want different frameworks and settings in their processes.
+$(AREAS:%=test-%): test-%: setup
+	@echo "== tests of $* ($(JOBS) workers)"
+	@$(PYTEST) -m "not slow" $(TESTS_$*) $(PYTEST_FLAGS)
 
 test-slow: setup ## the slow tests
 	@$(PYTEST) -m slow test $(PYTEST_FLAGS)

@@ -1,5 +1,85 @@
-"""cudnn_dsa: the backward pass of DeepSeek sparse attention."""
+"""cudnn_dsa: the backward pass of DeepSeek sparse attention.
+
+Names load on first use (PEP 562): `import cudnn_dsa` and `import cudnn_dsa.contracts` import neither torch nor jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any
 
 from cudnn_dsa._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from cudnn_dsa.api import (
+        DSA,
+        SparseAttentionBackward,
+        SparseAttentionForward,
+        sparse_attention_backward_wrapper,
+        sparse_attention_forward_wrapper,
+    )
+    from cudnn_dsa.autograd import sparse_attention
+    from cudnn_dsa.contracts import ContractError, UnsupportedError
+    from cudnn_dsa.lse import lse_from_base2, lse_without_sink
+    from cudnn_dsa.packing import local_to_global, sparse_attention_bshd
+
+# Public name -> the module that has it.
+_HOMES = {
+    "DSA": "api",
+    "SparseAttentionBackward": "api",
+    "SparseAttentionForward": "api",
+    "sparse_attention_backward_wrapper": "api",
+    "sparse_attention_forward_wrapper": "api",
+    "sparse_attention": "autograd",
+    "ContractError": "contracts",
+    "UnsupportedError": "contracts",
+    "lse_from_base2": "lse",
+    "lse_without_sink": "lse",
+    "local_to_global": "packing",
+    "sparse_attention_bshd": "packing",
+}
+
+__all__ = [
+    "DSA",
+    "ContractError",
+    "SparseAttentionBackward",
+    "SparseAttentionForward",
+    "UnsupportedError",
+    "__version__",
+    "local_to_global",
+    "lse_from_base2",
+    "lse_without_sink",
+    "sparse_attention",
+    "sparse_attention_backward_wrapper",
+    "sparse_attention_bshd",
+    "sparse_attention_forward_wrapper",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+def _set_up_logging() -> None:
+    """CUDNN_DSA_LOG=debug (or info, warning, error) prints this package's log to stderr; unset, the host decides."""
+    level = os.environ.get("CUDNN_DSA_LOG")
+    if level:
+        logger = logging.getLogger(__name__)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
+
+
+_set_up_logging()

@@ -15,20 +15,23 @@ from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
 from cudnn_dsa.contracts.spec import Size, TensorSpec, format_shape
 
 
-def same_size(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal. A size that only the run will know is taken as equal and asserted at run time."""
-    if type(a) is int and type(b) is int:
-        return a == b
+def holds(condition: Any) -> bool:
+    """Whether a relation between sizes holds.
+
+    A relation that a framework can only evaluate when the program runs (torch's unbacked sizes) counts as holding, and
+    is asserted at run time.
+    """
+    if isinstance(condition, bool):
+        return condition
     torch = sys.modules.get("torch")
-    if torch is not None and (isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt)):
+    if torch is not None and isinstance(condition, torch.SymBool):
         from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-        equal = a == b
-        if not guard_or_true(equal):
+        if not guard_or_true(condition):
             return False
-        torch._check(equal)
+        torch._check(condition)
         return True
-    return bool(a == b)
+    return bool(condition)
 
 
 class Dims(dict[str, Size]):
@@ -50,9 +53,9 @@ def check_shape(name: str, spec: TensorSpec, names: Sequence[str | int], dims: D
     if ok:
         for size, want in zip(spec.shape, names, strict=True):
             if isinstance(want, int):
-                ok = ok and same_size(size, want)
+                ok = ok and holds(size == want)
             elif want in dims or want in fresh:
-                ok = ok and same_size(size, dims[want] if want in dims else fresh[want])
+                ok = ok and holds(size == (dims[want] if want in dims else fresh[want]))
             else:
                 fresh[want] = size
     if not ok:
@@ -81,11 +84,11 @@ def check_layout(name: str, spec: TensorSpec, hint: str = "") -> None:
 
 
 def check_range(name: str, value: Any, low: Any = None, high: Any = None, hint: str = "") -> None:
-    """``low <= value <= high``, either bound optional. NaN is in no range."""
-    if (low is None or value >= low) and (high is None or value <= high) and value == value:
+    """``low <= value <= high``, either bound optional; NaN is in no bounded range."""
+    if (low is None or holds(value >= low)) and (high is None or holds(value <= high)):  # NaN fails both
         return
     bounds = [f">= {low}"] * (low is not None) + [f"<= {high}"] * (high is not None)
-    raise ContractError(name, "a value " + " and ".join(bounds or ["that is a number"]), str(value), hint)
+    raise ContractError(name, "a value " + " and ".join(bounds), str(value), hint)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any], hint: str = "") -> None:
@@ -123,7 +126,7 @@ def may_overlap(a: TensorSpec, b: TensorSpec) -> bool:
     """
     if a.device != b.device or a.address is None or b.address is None or a.numel == 0 or b.numel == 0:
         return False
-    if a.address + _reach(a) <= b.address or b.address + _reach(b) <= a.address:
+    if a.address + reach(a) <= b.address or b.address + reach(b) <= a.address:
         return False
     run_a, pitch_a = _inner_run(a)
     run_b, pitch_b = _inner_run(b)
@@ -134,8 +137,10 @@ def may_overlap(a: TensorSpec, b: TensorSpec) -> bool:
     return gap < run_a or pitch - gap < run_b
 
 
-def _reach(spec: TensorSpec) -> int:
-    """Bytes from the first element to the end of the last."""
+def reach(spec: TensorSpec) -> int:
+    """Bytes from the first element to the end of the last; 0 for an empty array."""
+    if spec.numel == 0:
+        return 0
     strides = spec.strides or ()
     return (sum((n - 1) * abs(s) for n, s in zip(spec.shape, strides, strict=True)) + 1) * spec.itemsize
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from cudnn_dsa.contracts.errors import ContractError
@@ -36,6 +37,9 @@ CUDA_BACKENDS = ("sm100", "sm90", "triton", "cudnn")
 BACKENDS = ("auto", *CUDA_BACKENDS, *WIDE_BACKENDS)
 BLOCK_TILES = (64, 128)
 Q_CLUSTER_MODES = ("off", "adaptive_pair")
+# Who calls -> (takes strided inputs, takes strided outputs). A plan's layout is fixed when it is made; the interface
+# copies strided inputs; the wrappers and the operators also stage outputs.
+LAYOUTS = {"plan": (False, False), "interface": (True, False), "wrapper": (True, True)}
 WORKSPACE_ALIGNMENT = 256
 INT32_MAX = 2**31 - 1
 
@@ -100,7 +104,8 @@ class Options:
         accumulate: add into the given dkv.
         block_tile: tile hint, 64 or 128.
         q_cluster_mode: how neighbouring queries share keys.
-        strided_inputs, strided_outputs: whether this caller normalises non-contiguous inputs, stages outputs.
+        out_dtype, dkv_dtype: what to write where the caller gives no such output; None is the dtype of q.
+        layout: who calls, a name of ``LAYOUTS``: which tensors may be strided.
     """
 
     direction: str = "backward"
@@ -111,8 +116,9 @@ class Options:
     accumulate: bool = False
     block_tile: int = 64
     q_cluster_mode: str = "off"
-    strided_inputs: bool = False
-    strided_outputs: bool = False
+    out_dtype: str | None = None
+    dkv_dtype: str | None = None
+    layout: str = "plan"
 
 
 @dataclass(frozen=True)
@@ -173,11 +179,15 @@ class Problem:
         )  # fmt: skip
 
     def check_same_plan(self, planned: Problem) -> None:
-        """Raise ``ContractError`` unless this call differs from ``planned`` in nothing that its samples fixed.
+        """Raise ``ContractError`` where this call differs from ``planned`` in more than S_q and S_kv.
 
-        Open are S_q, S_kv, the dtype of dkv and ``accumulate``, which an execution chooses.
+        ``accumulate`` is an argument of the execution. So is the dtype of a forward's outputs, which have no samples.
         """
+        if _plan_values(self) == _plan_values(planned):
+            return
         for field, (argument, meaning) in _PLAN_FIELDS.items():
+            if self.direction == "forward" and argument in ("out", "lse") and meaning == "dtype":
+                continue
             want, got = getattr(planned, field), getattr(self, field)
             if want != got:
                 raise ContractError(argument, f"{meaning} as in the plan's samples ({want})", str(got))
@@ -194,9 +204,11 @@ _PLAN_FIELDS = {
     "stat_dtype": ("lse", "dtype"),
     "sink_dtype": ("attn_sink", "dtype"),
     "delta_dtype": ("delta", "dtype"),
+    "dkv_dtype": ("dkv", "dtype"),
     "has_topk_length": ("topk_length", "presence"),
     "device": ("q", "device"),
 }
+_plan_values = attrgetter(*_PLAN_FIELDS)
 
 
 def default_head_dim_v(head_dim: Size) -> Size:
@@ -218,6 +230,13 @@ def check(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
         ContractError: shape, dtype, device, head_dim, range or alias.
         UnsupportedError: a layout that this caller does not normalise; it is also a ``NotImplementedError``.
     """
+    problem = check_properties(specs, options)
+    check_aliases(specs, options.direction)
+    return problem
+
+
+def check_properties(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
+    """The rules that do not depend on where tensors lie in memory: same specs, same verdict."""
     _check_options(options)
     table = ARGUMENTS[options.direction]
     given: dict[str, TensorSpec] = {}
@@ -234,23 +253,30 @@ def check(specs: Mapping[str, TensorSpec | None], options: Options) -> Problem:
     check_shape("q", q, _Q.shape, dims)
     check_dtype("q", q, WIDE_DTYPES if wide else CUDA_DTYPES, "" if wide else f"backend {options.backend!r}")
     _bind_head_dims(dims, options, wide)
+    strided_inputs, strided_outputs = LAYOUTS[options.layout]
     for argument in table:
         if argument.name in given:
             spec = given[argument.name]
             check_shape(argument.name, spec, argument.shape, dims)
             check_dtype(argument.name, spec, _allowed_dtypes(argument.dtype, q.dtype))
             check_device(argument.name, spec, "q", q)
-    check_range("kv", dims["S_kv"], high=INT32_MAX, hint="S_kv: topk_idxs is int32")
+            if not (strided_outputs if argument.output else strided_inputs):
+                check_layout(argument.name, spec)
+    if isinstance(dims["S_kv"], int):  # a symbolic size is left as free as it is, and checked when it is known
+        check_range("kv", dims["S_kv"], high=INT32_MAX, hint="S_kv: topk_idxs is int32")
     _check_companions(given, options)
-    for argument in table:
-        spec = given.get(argument.name)
-        if spec is not None and not (options.strided_outputs if argument.output else options.strided_inputs):
-            check_layout(argument.name, spec)
-    check_alias(
-        {a.name: given[a.name] for a in table if a.output and a.name in given},
-        {a.name: given[a.name] for a in table if not a.output and a.name in given},
-    )
     return _problem(given, dims, options)
+
+
+def check_aliases(specs: Mapping[str, TensorSpec | None], direction: str) -> None:
+    """No output shares memory with an input or with another output."""
+    outputs: dict[str, TensorSpec] = {}
+    inputs: dict[str, TensorSpec] = {}
+    for argument in ARGUMENTS[direction]:
+        spec = specs.get(argument.name)
+        if spec is not None:
+            (outputs if argument.output else inputs)[argument.name] = spec
+    check_alias(outputs, inputs)
 
 
 def check_workspace(spec: TensorSpec, needed: int, q: TensorSpec, others: Mapping[str, TensorSpec]) -> None:
@@ -268,6 +294,7 @@ def check_workspace(spec: TensorSpec, needed: int, q: TensorSpec, others: Mappin
 
 
 def _check_options(options: Options) -> None:
+    check_choice("layout", options.layout, LAYOUTS)
     check_choice("direction", options.direction, tuple(ARGUMENTS))
     check_choice("backend", options.backend, BACKENDS)
     check_choice("block_tile", options.block_tile, BLOCK_TILES)
@@ -279,7 +306,9 @@ def _check_options(options: Options) -> None:
 def _check_q_device(q: TensorSpec, backend: str) -> None:
     if backend == "reference":
         return
-    if backend == "cpu" and q.device_type not in ("cpu", "meta"):
+    if q.device_type == "meta":  # shapes without data, for tracing: fine to check, and nothing selects a backend for it
+        return
+    if backend == "cpu" and q.device_type != "cpu":
         raise ContractError("q", "device cpu (backend 'cpu')", q.device)
     if backend not in WIDE_BACKENDS and q.device_type != "cuda":
         hint = "backend='cpu' or cudnn_dsa.sparse_attention() run on the CPU"
@@ -334,11 +363,11 @@ def _problem(given: Mapping[str, TensorSpec], dims: Dims, options: Options) -> P
         head_dim_v=dims["D_v"],
         topk=dims["K"],
         dtype=element,
-        out_dtype=dtype_of("out") or element,
+        out_dtype=dtype_of("out") or options.out_dtype or element,
         stat_dtype=dtype_of("lse") or ("float64" if element == "float64" else "float32"),
         sink_dtype=dtype_of("attn_sink"),
         delta_dtype=dtype_of("delta"),
-        dkv_dtype=dtype_of("dkv") or element,
+        dkv_dtype=dtype_of("dkv") or options.dkv_dtype or element,
         has_topk_length="topk_length" in given,
         deterministic=options.deterministic,
         accumulate=options.accumulate,
@@ -358,6 +387,8 @@ __all__ = [
     "Options",
     "Problem",
     "check",
+    "check_aliases",
+    "check_properties",
     "check_workspace",
     "default_head_dim_v",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 # A size is an int, or a framework's symbolic integer (torch.SymInt under torch.compile, a jax.export dimension).
@@ -104,11 +105,10 @@ def _describe_torch(x: Any) -> TensorSpec:
     place = _torch_device_names.get(device)
     if place is None:
         place = _torch_device_names[device] = str(device)
-    try:
-        strides = tuple(x.stride())
-    except (RuntimeError, NotImplementedError):  # sparse and other layouts without strides
-        raise TypeError(f"expected a strided tensor, got layout {x.layout}") from None
-    return TensorSpec(tuple(x.shape), name, strides, place, _torch_address(x, place))
+    layout = x.layout
+    if layout is not sys.modules["torch"].strided:
+        raise TypeError(f"expected a strided tensor, got layout {layout}")
+    return TensorSpec(tuple(x.shape), name, tuple(x.stride()), place, _torch_address(x, place))
 
 
 def _torch_address(x: Any, place: str) -> int | None:

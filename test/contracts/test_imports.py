@@ -1,0 +1,36 @@
+"""What an import costs, and what it must not import."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["cudnn_dsa", "cudnn_dsa.contracts", "cudnn_dsa.contracts.sparse_attention"])
+def test_import_brings_no_framework(module):
+    heavy = run(f"import sys, {module}; print([m for m in ('torch', 'jax', 'numpy', 'triton') if m in sys.modules])")
+    assert heavy == "[]"
+
+
+def test_import_takes_under_a_fifth_of_a_second():
+    code = "import time; t = time.perf_counter(); import cudnn_dsa; print(time.perf_counter() - t)"
+    assert min(float(run(code)) for _ in range(3)) < 0.2
+
+
+def test_every_public_name_loads_and_is_listed():
+    import cudnn_dsa
+
+    for name in cudnn_dsa.__all__:
+        assert getattr(cudnn_dsa, name) is not None
+        assert name in dir(cudnn_dsa)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = cudnn_dsa.nothing_of_the_kind
+
+
+def test_log_level_comes_from_the_environment():
+    code = "import os; os.environ['CUDNN_DSA_LOG'] = 'debug'; import cudnn_dsa, logging; "
+    assert run(code + "print(logging.getLogger('cudnn_dsa').level)") == "10"

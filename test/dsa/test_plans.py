@@ -1,0 +1,304 @@
+"""Plans and wrappers: the cuDNN frontend's names, orders and habits."""
+
+import inspect
+import logging
+
+import pytest
+import torch
+from dsa_cases import Sizes, assert_gradients, make
+
+import cudnn_dsa
+from cudnn_dsa import DSA, ContractError, SparseAttentionBackward, SparseAttentionForward, backends, interface
+from cudnn_dsa.backends import reference
+
+ORDER = {
+    SparseAttentionBackward.__init__: "self sample_q sample_kv sample_out sample_dout sample_lse sample_attn_sink "
+    "sample_topk_idxs sample_dq sample_dkv sample_topk_length softmax_scale block_tile deterministic q_cluster_mode | "
+    "sample_delta backend",
+    SparseAttentionBackward.execute: "self q kv out dout lse attn_sink topk_idxs dq dkv topk_length softmax_scale "
+    "current_stream workspace | d_sink delta accumulate",
+    SparseAttentionForward.__init__: "self sample_q sample_kv sample_topk_idxs sample_attn_sink sample_topk_length "
+    "softmax_scale | head_dim_v backend",
+    SparseAttentionForward.execute: "self q kv topk_idxs attn_sink topk_length softmax_scale out lse current_stream |",
+    cudnn_dsa.sparse_attention_backward_wrapper: "q kv out dout lse attn_sink topk_idxs softmax_scale topk_length dq "
+    "dkv block_tile deterministic stream workspace q_cluster_mode | delta accumulate backend",
+    cudnn_dsa.sparse_attention_forward_wrapper: "q kv topk_idxs attn_sink topk_length softmax_scale stream | "
+    "head_dim_v backend",
+}
+
+
+@pytest.mark.parametrize("function", ORDER, ids=lambda f: f.__qualname__)
+def test_names_and_orders(function):
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert " ".join([*positional, "|", *keyword]) == ORDER[function]
+
+
+def test_the_namespace_alias():
+    assert DSA.SparseAttentionBackward is SparseAttentionBackward
+    assert DSA.sparse_attention_backward_wrapper is cudnn_dsa.sparse_attention_backward_wrapper
+
+
+def arguments(case, prefix=""):
+    names = ("q", "kv", "out", "dout", "lse", "attn_sink", "topk_idxs")
+    return {prefix + name: getattr(case, name) for name in names}
+
+
+def usual(target, name="sink", **sizes):
+    dtype = target.dtypes[0]
+    return make(name, dtype, Sizes(**{"head_dim": target.head_dims[-1], **sizes})).to(target.device)
+
+
+def test_a_plan_serves_other_lengths(target):
+    case = usual(target)
+    plan = SparseAttentionBackward(
+        **arguments(case, "sample_"), softmax_scale=case.softmax_scale, backend=target.backend
+    )
+    assert plan.check_support() is True
+    plan.compile()
+    assert isinstance(plan.scratch_workspace_bytes(), int)
+    for s_q, s_kv in ((6, 40), (3, 90), (17, 12)):
+        other = usual(target, s_q=s_q, s_kv=s_kv)
+        assert_gradients("sink", other, plan.execute(**arguments(other)))
+        assert_gradients("sink", other, plan(**arguments(other)))
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [({"heads": 5}, "q"), ({"topk": 13}, "topk_idxs"), ({"head_dim": 32}, "q")],
+)
+def test_a_plan_serves_nothing_else(change, argument):
+    case = make("sink", torch.float32, Sizes())
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    other = make("sink", torch.float32, Sizes(**change))
+    with pytest.raises(ContractError) as caught:
+        plan.execute(**arguments(other))
+    assert caught.value.argument == argument
+
+
+def test_a_plan_fixes_dtypes_and_options():
+    case = make("sink", torch.bfloat16, Sizes())
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    half = make("sink", torch.float16, Sizes())
+    good = arguments(case)
+    for change, argument in (
+        (arguments(half), "q"),
+        ({"attn_sink": None}, "attn_sink"),
+        ({"out": case.out.float()}, "out"),
+        ({"topk_length": torch.ones(6, dtype=torch.int32)}, "topk_length"),
+        ({"delta": torch.zeros_like(case.lse)}, "delta"),
+        ({"dkv": torch.zeros(case.kv.shape)}, "dkv"),
+    ):
+        with pytest.raises(ContractError) as caught:
+            plan.execute(**{**good, **change})
+        assert caught.value.argument == argument, str(caught.value)
+
+
+def test_a_wrong_topk_length_is_refused_on_a_warm_plan(target):
+    case = usual(target, "topk_length")
+    plan = SparseAttentionBackward(
+        **arguments(case, "sample_"), sample_topk_length=case.topk_length, softmax_scale=case.softmax_scale,
+        backend=target.backend,
+    )  # fmt: skip
+    plan.execute(**arguments(case), topk_length=case.topk_length)
+    for wrong in (case.topk_length[:-1], case.topk_length[:, None], case.topk_length.long()):
+        with pytest.raises(ContractError, match="topk_length: expected"):
+            plan.execute(**arguments(case), topk_length=wrong)
+
+
+def test_a_plan_with_a_wide_dkv_allocates_one(target):
+    case = usual(target)
+    dkv = torch.zeros(case.kv.shape, dtype=torch.float32, device=target.device)
+    if target.dtypes[0] == torch.float64:
+        pytest.skip("fp64 is as wide")
+    plan = SparseAttentionBackward(
+        **arguments(case, "sample_"), sample_dkv=dkv, softmax_scale=case.softmax_scale, backend=target.backend
+    )
+    assert plan.execute(**arguments(case)).dkv.dtype == torch.float32
+    first = plan.execute(**arguments(case), dkv=dkv).dkv.clone()
+    plan.execute(**arguments(case), dkv=dkv, accumulate=True)
+    torch.testing.assert_close(dkv, 2 * first, rtol=1e-5, atol=1e-6)
+
+
+def test_the_scale_of_the_plan_and_of_a_call():
+    case = make("sink", torch.float64, Sizes())
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), softmax_scale=0.3, backend="reference")
+
+    def wants(scale):
+        case.softmax_scale = scale
+        out, lse = case.forward_oracle()
+        case.out, case.lse = out, lse
+        return case
+
+    assert_gradients("sink", wants(0.3), plan.execute(**arguments(case)))
+    assert_gradients("sink", wants(0.7), plan.execute(**arguments(case), softmax_scale=0.7))
+    plain = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    assert_gradients("sink", wants(64**-0.5), plain.execute(**arguments(case)))
+
+
+def test_a_plan_holds_no_tensor():
+    import gc
+    import weakref
+
+    case = make("sink", torch.float32, Sizes())
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    plan.check_support()
+    watch = weakref.ref(case.q)
+    del case
+    gc.collect()
+    assert watch() is None
+
+
+def test_forward_plan_feeds_the_backward_plan(target):
+    case = usual(target)
+    forward = SparseAttentionForward(
+        case.q, case.kv, case.topk_idxs, case.attn_sink, softmax_scale=case.softmax_scale, backend=target.backend
+    )
+    assert forward.check_support()
+    forward.compile()
+    wide = torch.empty(case.out.shape, dtype=torch.float32, device=target.device)
+    case.out, case.lse = forward.execute(case.q, case.kv, case.topk_idxs, case.attn_sink, out=wide)
+    assert case.out is wide
+    result = cudnn_dsa.sparse_attention_backward_wrapper(
+        **arguments(case), softmax_scale=case.softmax_scale, backend=target.backend
+    )
+    assert_gradients("sink", case, result)
+
+
+def test_results_take_names_positions_and_string_keys():
+    case = make("sink", torch.float32, Sizes())
+    result = cudnn_dsa.sparse_attention_backward_wrapper(**arguments(case), backend="reference")
+    dq, dkv, d_sink = result
+    assert result["dq"] is result.dq is result[0] is dq
+    assert result["dkv"] is dkv
+    assert result["d_sink"] is d_sink
+    assert result.keys() == ("dq", "dkv", "d_sink")
+    with pytest.raises(KeyError):
+        result["dv"]
+    outputs = cudnn_dsa.sparse_attention_forward_wrapper(case.q, case.kv, case.topk_idxs, backend="reference")
+    assert outputs["lse"] is outputs.lse is outputs[1]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_wrapper_stages_strided_outputs(target, accumulate):
+    case = usual(target, "random")
+    buffer = torch.ones(case.kv.shape[0], 2 * case.kv.shape[1], device=target.device)
+    dkv, guard = buffer[:, : case.kv.shape[1]], buffer[:, case.kv.shape[1] :]
+    dq = torch.zeros(case.q.shape[1], case.q.shape[0], case.q.shape[2], dtype=case.q.dtype, device=target.device)
+    dq = dq.transpose(0, 1)
+    result = cudnn_dsa.sparse_attention_backward_wrapper(
+        **arguments(case), softmax_scale=case.softmax_scale, dq=dq, dkv=dkv, accumulate=accumulate,
+        backend=target.backend,
+    )  # fmt: skip
+    assert result.dq is dq
+    assert result.dkv is dkv
+    assert (guard == 1).all()
+    assert_gradients("random", case, (dq, dkv - 1.0 if accumulate else dkv, None), limit=1e-5)
+
+
+def test_a_workspace_of_the_right_size_is_used(monkeypatch):
+    case = make("sink", torch.float32, Sizes())
+    seen = []
+    monkeypatch.setattr(reference, "workspace_bytes", lambda problem: 768)
+    monkeypatch.setattr(reference, "backward", lambda problem, tensors, workspace, stream: seen.append(workspace))
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    assert plan.scratch_workspace_bytes() == 768
+    base = torch.zeros(2048, dtype=torch.uint8)
+    start = -base.data_ptr() % 256
+    mine = base[start : start + 1024]
+    plan.execute(**arguments(case), workspace=mine)
+    assert seen[-1] is mine
+    plan.execute(**arguments(case))
+    assert seen[-1].numel() == 768
+
+
+def test_prepare_runs_in_compile(monkeypatch):
+    case = make("sink", torch.float32, Sizes())
+    seen = []
+    monkeypatch.setattr(reference, "prepare", seen.append)
+    SparseAttentionBackward(**arguments(case, "sample_"), backend="reference", deterministic=True).compile()
+    assert seen[0].deterministic
+    assert seen[0].direction == "backward"
+
+
+def test_deterministic_follows_torch(monkeypatch):
+    case = make("sink", torch.float32, Sizes())
+    seen = []
+    monkeypatch.setattr(reference, "backward", lambda problem, *rest: seen.append(problem.deterministic))
+    call = {**arguments(case), "backend": "reference"}
+    interface.sparse_attention_backward(**call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        interface.sparse_attention_backward(**call)
+        interface.sparse_attention_backward(**call, deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    interface.sparse_attention_backward(**call, deterministic=True)
+    assert seen == [False, True, False, True]
+
+
+def test_two_streams_are_one_too_many():
+    case = make("sink", torch.float32, Sizes())
+    with pytest.raises(ContractError, match="stream: expected one of stream and current_stream, got both"):
+        interface.sparse_attention_backward(**arguments(case), backend="reference", stream=1, current_stream=2)
+
+
+def test_the_kernel_key_holds_no_length():
+    case = make("sink", torch.float32, Sizes())
+    other = make("sink", torch.float32, Sizes(s_q=90, s_kv=70, topk=33))
+
+    def key(case):
+        return _problem(case).kernel_key("sm_90a")
+
+    assert key(case) == key(other)
+    assert key(case) != key(make("random", torch.float32, Sizes()))
+    assert key(case) != key(make("sink", torch.float32, Sizes(heads=8)))
+    assert hash(key(case)) is not None
+
+
+def _problem(case):
+    from cudnn_dsa.contracts.sparse_attention import Options
+
+    tensors = {**arguments(case), "topk_length": None}
+    return interface.gate(tensors, Options("backward", "reference"))
+
+
+def test_a_missing_extension_is_said_once(caplog, monkeypatch):
+    problem = _problem(make("sink", torch.float32, Sizes()))
+    monkeypatch.setattr(backends, "candidates", lambda problem: ("sm90", "reference"))
+    monkeypatch.setattr(backends, "_said", set())
+    with caplog.at_level(logging.WARNING, logger="cudnn_dsa"):
+        assert backends.select(problem) is reference
+        backends.select(problem)
+    assert len([r for r in caplog.records if "using backend 'reference'" in r.message]) == 1
+
+
+def test_a_remembered_verdict_still_sees_aliases_and_changes():
+    """The gate remembers what passed; everything that could make the next call wrong is still seen."""
+    case = make("sink", torch.float32, Sizes())
+    call = {**arguments(case), "backend": "reference"}
+    for _ in range(2):
+        interface.sparse_attention_backward(**call, dq=torch.empty_like(case.q))
+    with pytest.raises(ContractError, match="dq: expected memory of its own, apart from q"):
+        interface.sparse_attention_backward(**call, dq=case.q)
+    with pytest.raises(ContractError, match="dq: expected memory of its own, apart from dout"):
+        interface.sparse_attention_backward(**call, dq=case.dout.view(case.q.shape))
+    for wrong in ({"lse": case.lse.double()}, {"dout": case.dout[:-1]}, {"topk_idxs": case.topk_idxs.long()}):
+        with pytest.raises(ContractError, match=f"{next(iter(wrong))}: expected"):
+            interface.sparse_attention_backward(**{**call, **wrong})
+    buffer = torch.empty(case.kv.shape[0], 2, case.kv.shape[1])
+    interleaved = {"dkv": buffer[:, 0], "kv": buffer[:, 1].copy_(case.kv)}
+    with pytest.raises(NotImplementedError, match="dkv: expected a contiguous tensor"):
+        interface.sparse_attention_backward(**{**call, **interleaved})
+    result = cudnn_dsa.sparse_attention_backward_wrapper(**{**call, **interleaved})
+    assert_gradients("sink", case, (result.dq, result.dkv, result.d_sink))
+
+
+def test_the_memory_of_verdicts_is_bounded(monkeypatch):
+    monkeypatch.setattr(interface, "_VERDICTS_KEPT", 4)
+    monkeypatch.setattr(interface, "_verdicts", {})
+    for s_q in range(1, 12):
+        case = make("sink", torch.float32, Sizes(s_q=s_q))
+        interface.sparse_attention_backward(**arguments(case), backend="reference")
+        assert len(interface._verdicts) <= 4
