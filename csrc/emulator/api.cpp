@@ -110,4 +110,9 @@ const uint64_t* emu_launch_warps(void* p, uint64_t* n) {
     *n = w.size();
     return w.data();
 }
+const void* emu_launch_timeline(void* p, uint64_t* n) {
+    auto& t = static_cast<Launch*>(p)->timeline;
+    *n = t.size();
+    return t.data();
+}
 }

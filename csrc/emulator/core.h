@@ -235,12 +235,14 @@ struct Launch {
     Warp* fault_warp = nullptr;
     uint32_t fault_pc = 0;
     size_t last_region = 0;
-    struct TimelineEvent {
-        uint64_t step;
-        uint32_t cta, warp, pc, kind;
+    // One uninterrupted run of a warp of the first cluster, in warp instructions executed so far (only with `profile`).
+    struct Segment {
+        uint64_t begin, end;
+        uint32_t warp, pc;
+        uint32_t why;  // it stopped: 0 preempted, 1 failed wait, 2 barrier, 3 cluster barrier, 4 finished
+        uint32_t unused;
     };
-    std::vector<TimelineEvent> timeline;
-    uint64_t step = 0;
+    std::vector<Segment> timeline;
     uint32_t current_pc = 0;
 
     void run();

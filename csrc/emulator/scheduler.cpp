@@ -347,6 +347,10 @@ static bool run_warp(Warp& w, uint32_t quantum) {
         if (w.groups.empty()) break;
     }
     uint64_t n = w.executed - begin;
+    if (l.profile && n && l.counters.clusters == 1 && l.timeline.size() < 1000000) {
+        uint32_t why = w.state == Warp::finished ? 4 : w.state == Warp::at_cluster_barrier ? 3 : w.state == Warp::at_barrier ? 2 : failed;
+        l.timeline.push_back({l.counters.instructions, l.counters.instructions + n, w.global_id, l.current_pc, why, 0});
+    }
     l.counters.instructions += n;
     l.warp_instructions[w.id] += n;
     // A poll of a few dozen instructions that ends in another failed wait is no progress.

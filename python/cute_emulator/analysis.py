@@ -12,7 +12,22 @@ from dataclasses import dataclass
 from .lowering import NO_GUARD, NONE, Operation
 
 _COPIES = ("mov.u", "pack", "part32", "part64", "widen")
-_ALL_SOURCES = ("st.", "tmem.st", "stmatrix", "bra", "bar", "mbarrier.init", "mbarrier.inval", "cp.async", "bulk.", "tensor.copy", "tcgen05.", "tmem.alloc", "tmem.dealloc", "converge")
+_ALL_SOURCES = (
+    "st.",
+    "tmem.st",
+    "stmatrix",
+    "bra",
+    "bar",
+    "mbarrier.init",
+    "mbarrier.inval",
+    "cp.async",
+    "bulk.",
+    "tensor.copy",
+    "tcgen05.",
+    "tmem.alloc",
+    "tmem.dealloc",
+    "converge",
+)
 
 
 def _split(o: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -44,7 +44,8 @@ class Bound:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{k} {1e6 * v:.3g}" for k, v in sorted(self.parts.items(), key=lambda x: -x[1]))
-        return f"modelled bound on {self.device} (a model, every SM busy): {1e6 * self.seconds:.3g} us, by {self.unit} [us: {parts}]"
+        head = f"modelled bound on {self.device} (a model, every SM busy): {1e6 * self.seconds:.3g} us"
+        return f"{head}, by {self.unit} [us: {parts}]"
 
 
 def bound(launch: LaunchReport, device: str = "B200") -> Bound:
@@ -53,10 +54,26 @@ def bound(launch: LaunchReport, device: str = "B200") -> Bound:
     per_cycle = d.sms * d.clock
     tensor = 0.0
     for shape, (_, flops) in launch.mma.items():
-        rate = d.tf32_flops if "tf32" in shape else d.f8_flops if any(x in shape for x in ("f8", "e4m3", "e5m2")) else d.f16_flops
+        rate = (
+            d.tf32_flops
+            if "tf32" in shape
+            else d.f8_flops
+            if any(x in shape for x in ("f8", "e4m3", "e5m2"))
+            else d.f16_flops
+        )
         tensor += flops / rate
-    memory_bytes = c["global_load"] + c["global_store"] + c["copy_async"] + c["tma_load"] + c["tma_store"] + 2 * c["tma_reduce"] + c["atomic_bytes"]
-    shared_bytes = c["shared_load"] + c["shared_store"] + c["copy_async"] + c["tma_load"] + c["tma_store"] + c["bulk_dsmem"]
+    memory_bytes = (
+        c["global_load"]
+        + c["global_store"]
+        + c["copy_async"]
+        + c["tma_load"]
+        + c["tma_store"]
+        + 2 * c["tma_reduce"]
+        + c["atomic_bytes"]
+    )
+    shared_bytes = (
+        c["shared_load"] + c["shared_store"] + c["copy_async"] + c["tma_load"] + c["tma_store"] + c["bulk_dsmem"]
+    )
     parts = {
         "tensor cores": tensor,
         "device memory (no reuse in L2)": memory_bytes / d.memory,

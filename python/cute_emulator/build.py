@@ -2,8 +2,8 @@
 
 ``python -m cute_emulator.build`` builds ahead of time (what ``make setup`` calls); the first use builds otherwise. The
 result lies in a cache folder (``CUTE_EMULATOR_CACHE``, else ``$XDG_CACHE_HOME/cute_emulator``, else
-``~/.cache/cute_emulator``) under a name made of the sources, the compiler and the processor, so that a changed source or
-another machine never meets a stale library.
+``~/.cache/cute_emulator``) under a name made of the sources, the compiler and the processor, so that a changed source
+or another machine never meets a stale library.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ from pathlib import Path
 
 from .errors import EmulatorError
 
-_FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-fwrapv", "-fno-math-errno", "-fPIC", "-Wall", "-Wextra"]
-# Only the tensor cores' inner product may contract a multiplication and an addition: elsewhere PTX says which are fused.
+_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-ftree-vectorize",
+    "-march=native",
+    "-fwrapv",
+    "-fno-math-errno",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+]
+# Only the tensor cores' inner product may contract a product and a sum: elsewhere PTX says which are fused.
 _CONTRACT = {"mma_kernel.cpp": "fast"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import POINTER, c_char_p, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 from .analysis import early_uses
@@ -12,9 +12,26 @@ from .build import build
 from .lowering import NO_GUARD, Kernel
 
 COUNTERS = (
-    "global_load", "global_store", "shared_load", "shared_store", "atomic_bytes", "atomics", "copy_async", "tma_load", "tma_store",
-    "tma_reduce", "bulk_dsmem", "tmem_load", "tmem_store", "exp", "shared_passes", "shared_accesses", "async_ops", "clusters", "instructions",
-)  # fmt: skip
+    "global_load",
+    "global_store",
+    "shared_load",
+    "shared_store",
+    "atomic_bytes",
+    "atomics",
+    "copy_async",
+    "tma_load",
+    "tma_store",
+    "tma_reduce",
+    "bulk_dsmem",
+    "tmem_load",
+    "tmem_store",
+    "exp",
+    "shared_passes",
+    "shared_accesses",
+    "async_ops",
+    "clusters",
+    "instructions",
+)
 
 
 class RawLaunch(ctypes.Structure):
@@ -42,7 +59,25 @@ def library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(build()[0]))
     for name, result, arguments in (
         ("emu_handler", c_uint64, [c_char_p]),
-        ("emu_program", c_void_p, [c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, c_uint32, c_uint32, c_uint32]),
+        (
+            "emu_program",
+            c_void_p,
+            [
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_uint32,
+                c_uint32,
+                c_uint32,
+            ],
+        ),
         ("emu_program_free", None, [c_void_p]),
         ("emu_program_hits", POINTER(c_uint64), [c_void_p]),
         ("emu_launch", c_void_p, [c_void_p, POINTER(RawLaunch)]),
@@ -53,6 +88,7 @@ def library() -> ctypes.CDLL:
         ("emu_launch_hazards", c_uint64, [c_void_p]),
         ("emu_launch_hazard", c_char_p, [c_void_p, c_uint64]),
         ("emu_launch_mma", c_char_p, [c_void_p]),
+        ("emu_launch_timeline", c_void_p, [c_void_p, POINTER(c_uint64)]),
         ("emu_launch_warps", POINTER(c_uint64), [c_void_p, POINTER(c_uint64)]),
     ):
         f = getattr(lib, name)
@@ -84,18 +120,36 @@ class Program:
             if i in waits_for:
                 name, values = "tmem.consume", (*values, waits_for[i], handler(name))
             raw += pack(
-                handler(name), len(operands), len(immediates), o.guard if o.guard != NO_GUARD else NO_GUARD, o.guard_xor,
-                len(o.operands), len(values), int(o.always), 0, 0,
-            )  # fmt: skip
+                handler(name),
+                len(operands),
+                len(immediates),
+                o.guard if o.guard != NO_GUARD else NO_GUARD,
+                o.guard_xor,
+                len(o.operands),
+                len(values),
+                int(o.always),
+                0,
+                0,
+            )
             operands += o.operands
             immediates += values
         special = [x for pair in kernel.special for x in pair]
         lib = library()
         self.handle = lib.emu_program(
-            bytes(raw), len(kernel.operations), struct.pack(f"<{len(operands)}I", *operands), len(operands),
-            b"".join(int(v).to_bytes(8, "little", signed=v < 1 << 63) for v in immediates), len(immediates), kernel.constants, len(kernel.constants),
-            struct.pack(f"<{len(special)}I", *special), len(special), kernel.register_bytes, kernel.static_shared, kernel.local_bytes,
-        )  # fmt: skip
+            bytes(raw),
+            len(kernel.operations),
+            struct.pack(f"<{len(operands)}I", *operands),
+            len(operands),
+            b"".join(int(v).to_bytes(8, "little", signed=v < 1 << 63) for v in immediates),
+            len(immediates),
+            kernel.constants,
+            len(kernel.constants),
+            struct.pack(f"<{len(special)}I", *special),
+            len(special),
+            kernel.register_bytes,
+            kernel.static_shared,
+            kernel.local_bytes,
+        )
         self._free = lib.emu_program_free
 
     def hits(self) -> list[int]:
@@ -105,6 +159,3 @@ class Program:
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self._free(self.handle)
-
-
-_ = c_int64

@@ -73,7 +73,9 @@ def _image_bytes(address: int) -> bytes:
         raise LaunchError(f"the kernel image is neither an ELF file nor a fatbinary: {head[:8].hex()}")
     programs, sections = struct.unpack_from("<QQ", head, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", head, 54)
-    return ctypes.string_at(address, max(sections + section_size * section_count, programs + program_size * program_count))
+    return ctypes.string_at(
+        address, max(sections + section_size * section_count, programs + program_size * program_count)
+    )
 
 
 def _on_load(image: int) -> int:
@@ -127,9 +129,17 @@ def _launch(gpu: Gpu, config: int, kernel: int, arguments: int) -> None:
     pointers = (ctypes.c_uint64 * len(entry.parameters)).from_address(arguments) if entry.parameters else []
     parameters = [ctypes.string_at(a, p.size) for a, p in zip(pointers, entry.parameters, strict=True)]
     report = launch(
-        module, name, dims[:3], dims[3:], parameters,
-        cluster=cluster, dynamic_shared=shared, regions=gpu.regions, strict=gpu.strict, options=gpu.options,
-    )  # fmt: skip
+        module,
+        name,
+        dims[:3],
+        dims[3:],
+        parameters,
+        cluster=cluster,
+        dynamic_shared=shared,
+        regions=gpu.regions,
+        strict=gpu.strict,
+        options=gpu.options,
+    )
     gpu.report.launches.append(report)
 
 
@@ -210,14 +220,21 @@ def _cute_tensor_memory(x: Any) -> tuple[int, int] | None:
 
 @contextmanager
 def emulate(
-    arch: str = "sm_100a", *, seed: int = 0, schedule: str = "adversarial", check: bool = True, profile: bool = False,
-    instruction_limit: int = 0, line_info: bool = False, raise_on_hazard: bool = True,
+    arch: str = "sm_100a",
+    *,
+    seed: int = 0,
+    schedule: str = "adversarial",
+    check: bool = True,
+    profile: bool = False,
+    instruction_limit: int = 0,
+    line_info: bool = False,
+    raise_on_hazard: bool = True,
     transform: Callable[[str], str] | None = None,
-) -> Iterator[Gpu]:  # fmt: skip
+) -> Iterator[Gpu]:
     """Runs CuTe DSL calls on CPU tensors as if a GPU of ``arch`` were there.
 
-    Inside the block ``cute.compile`` compiles for ``arch`` and compiled functions launch into the emulator, tvm-ffi ones
-    included. A function compiled inside one block may be called inside another one.
+    Inside the block ``cute.compile`` compiles for ``arch`` and compiled functions launch into the emulator, tvm-ffi
+    ones included. A function compiled inside one block may be called inside another one.
 
     Args:
         arch: "sm_100a" or "sm_90a".
@@ -232,7 +249,8 @@ def emulate(
     """
     try:
         import cutlass.base_dsl.jit_executor as base_executor
-        from cutlass.cutlass_dsl import cuda_jit_executor, cutlass as cutlass_dsl
+        from cutlass.cutlass_dsl import cuda_jit_executor
+        from cutlass.cutlass_dsl import cutlass as cutlass_dsl
     except ImportError as e:
         raise EmulatorError("emulate() needs nvidia-cutlass-dsl; run_ptx() does not") from e
     _callbacks()
@@ -247,9 +265,15 @@ def emulate(
         patches.environment(f"CUTE_DSL_{name}", value)
     dsl = cutlass_dsl.CuTeDSL._get_dsl()
     for name, v in (
-        ("shared_libs", stub), ("arch", arch), ("keep_tokens", frozenset({"ptx", "cubin"})), ("keep_ptx", True), ("keep_cubin", True),
-        ("dump_dir", dump.name), ("disable_file_caching", True), ("lineinfo", line_info),
-    ):  # fmt: skip
+        ("shared_libs", stub),
+        ("arch", arch),
+        ("keep_tokens", frozenset({"ptx", "cubin"})),
+        ("keep_ptx", True),
+        ("keep_cubin", True),
+        ("dump_dir", dump.name),
+        ("disable_file_caching", True),
+        ("lineinfo", line_info),
+    ):
         patches.attribute(dsl.envar, name, v)
 
     post_init = base_executor.JitFunctionArtifacts.__post_init__
@@ -278,7 +302,9 @@ def emulate(
     if gpu.error is not None:
         raise gpu.error
     if gpu.report.hazards and raise_on_hazard:
-        raise HazardError(f"{len(gpu.report.hazards)} hazards\n" + "\n".join(str(h) for h in gpu.report.hazards), gpu.report)
+        raise HazardError(
+            f"{len(gpu.report.hazards)} hazards\n" + "\n".join(str(h) for h in gpu.report.hazards), gpu.report
+        )
 
 
 def _patch_calls(patches: _Patches, gpu: Gpu, cuda_jit_executor: Any) -> None:
@@ -291,7 +317,10 @@ def _patch_calls(patches: _Patches, gpu: Gpu, cuda_jit_executor: Any) -> None:
                 import tvm_ffi
 
                 arguments = tuple(
-                    tvm_ffi.from_dlpack(_AsCuda(x)) if hasattr(x, "data_ptr") and hasattr(x, "element_size") and x.device.type == "cpu" else x for x in arguments
+                    tvm_ffi.from_dlpack(_AsCuda(x))
+                    if hasattr(x, "data_ptr") and hasattr(x, "element_size") and x.device.type == "cpu"
+                    else x
+                    for x in arguments
                 )
             result = call(self, *arguments, **keywords)
             if gpu.error is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,7 @@ from functools import lru_cache
 from . import core, lowering, ptx
 from .errors import ExecutionError, LaunchError
 from .report import Hazard, LaunchReport, locate
+from .timeline import Segment
 
 SCHEDULES = {"adversarial": 0, "eager": 1}
 
@@ -58,7 +61,9 @@ class LoadedModule:
     def program(self, name: str) -> core.Program:
         if name not in self._programs:
             if name not in self.module.entries:
-                raise LaunchError(f"the module has no kernel {name!r}; it has {', '.join(self.module.entries) or 'none'}")
+                raise LaunchError(
+                    f"the module has no kernel {name!r}; it has {', '.join(self.module.entries) or 'none'}"
+                )
             self._programs[name] = core.Program(lowering.lower(self.module, name))
         return self._programs[name]
 
@@ -84,7 +89,7 @@ def launch(
     dynamic_shared: int = 0,
     regions: Iterable[Region] = (),
     strict: bool = False,
-    options: Options = Options(),  # noqa: B008 (frozen)
+    options: Options = Options(),
 ) -> LaunchReport:
     """Runs one kernel to completion and reports. ``parameters``: the bytes of each kernel parameter in order.
 
@@ -107,14 +112,29 @@ def launch(
     all_regions = [*regions]
     if all_regions:
         all_regions.append(Region(base, size, "the kernel's parameters"))
-        all_regions += [Region(ctypes.addressof(b), ctypes.sizeof(b), "a module variable") for b in program.kernel.globals]  # type: ignore[arg-type]
+        all_regions += [
+            Region(ctypes.addressof(b), ctypes.sizeof(b), "a module variable") for b in program.kernel.globals
+        ]  # type: ignore[arg-type]
     flat = (ctypes.c_uint64 * max(1, 2 * len(all_regions)))(*[x for r in all_regions for x in (r.base, r.size)])
     names = (ctypes.c_char_p * max(1, len(all_regions)))(*[r.name.encode() for r in all_regions])
     triple = ctypes.c_uint32 * 3
     raw = core.RawLaunch(
-        triple(*grid), triple(*block), triple(*cluster), dynamic_shared, base, flat, names, len(all_regions), int(strict), int(options.check),
-        int(options.profile), SCHEDULES[options.schedule], 0, options.seed, options.instruction_limit,
-    )  # fmt: skip
+        triple(*grid),
+        triple(*block),
+        triple(*cluster),
+        dynamic_shared,
+        base,
+        flat,
+        names,
+        len(all_regions),
+        int(strict),
+        int(options.check),
+        int(options.profile),
+        SCHEDULES[options.schedule],
+        0,
+        options.seed,
+        options.instruction_limit,
+    )
     lib = core.library()
     before = program.hits()
     begin = time.perf_counter()
@@ -129,14 +149,40 @@ def launch(
         error = lib.emu_launch_error(handle).decode()
         hazards = []
         for i in range(lib.emu_launch_hazards(handle)):
-            kind, what, earlier_agent, agent, earlier, pc, cta, address, count = lib.emu_launch_hazard(handle, i).decode().split("\x1f")
-            hazards.append(Hazard(kind, what, earlier_agent, agent, place(int(earlier)), place(int(pc)), int(cta), int(address), int(count)))
+            kind, what, earlier_agent, agent, earlier, pc, cta, address, count = (
+                lib.emu_launch_hazard(handle, i).decode().split("\x1f")
+            )
+            hazards.append(
+                Hazard(
+                    kind,
+                    what,
+                    earlier_agent,
+                    agent,
+                    place(int(earlier)),
+                    place(int(pc)),
+                    int(cta),
+                    int(address),
+                    int(count),
+                )
+            )
         after = program.hits()
         notes = []
         for early in program.early_uses:
             count = after[early.use] - before[early.use]
             if count:
-                notes.append(Hazard("register used before tcgen05.wait::ld", "registers", "tcgen05.ld", "the warp", place(early.load), place(early.use), 0, 0, count))
+                notes.append(
+                    Hazard(
+                        "register used before tcgen05.wait::ld",
+                        "registers",
+                        "tcgen05.ld",
+                        "the warp",
+                        place(early.load),
+                        place(early.use),
+                        0,
+                        0,
+                        count,
+                    )
+                )
         if error:
             fault = ctypes.c_uint32()
             lib.emu_launch_fault(handle, ctypes.byref(fault))
@@ -147,6 +193,8 @@ def launch(
         values = lib.emu_launch_counters(handle)
         n = ctypes.c_uint64()
         warps = lib.emu_launch_warps(handle, ctypes.byref(n))
+        segments = lib.emu_launch_timeline(handle, ctypes.byref(n2 := ctypes.c_uint64()))
+        timeline = list(struct.iter_unpack("<QQIIII", ctypes.string_at(segments, 32 * n2.value))) if n2.value else []
         mma = {}
         for row in lib.emu_launch_mma(handle).decode().splitlines():
             shape, count, flops = row.split("\x1f")
@@ -156,14 +204,23 @@ def launch(
             if b > a:
                 opcodes[o.handler] += b - a
         return LaunchReport(
-            name, tuple(grid), tuple(block), tuple(cluster), program.kernel.static_shared + dynamic_shared, hazards, notes,  # type: ignore[arg-type]
-            {k: int(values[i]) for i, k in enumerate(core.COUNTERS)}, mma, [int(x) for x in warps[: n.value]], dict(opcodes), seconds,
-        )  # fmt: skip
+            name,
+            tuple(grid),
+            tuple(block),
+            tuple(cluster),
+            program.kernel.static_shared + dynamic_shared,
+            hazards,
+            notes,  # type: ignore[arg-type]
+            {k: int(values[i]) for i, k in enumerate(core.COUNTERS)},
+            mma,
+            [int(x) for x in warps[: n.value]],
+            dict(opcodes),
+            seconds,
+            [Segment(a, b, w, place(pc).line, why) for a, b, w, pc, why, _ in timeline],
+        )
     finally:
         lib.emu_launch_free(handle)
 
 
 def _with_lines(error: str, place) -> str:
-    import re
-
     return re.sub(r"@(\d+)", lambda m: str(place(int(m.group(1)))), error)

@@ -37,7 +37,13 @@ SPECIAL = {
     )
     for i, name in enumerate(names)
 }
-CLOCKS = {"clock": "clock32", "clock_hi": "clock32", "clock64": "clock64", "globaltimer": "clock64", "globaltimer_lo": "clock32"}
+CLOCKS = {
+    "clock": "clock32",
+    "clock_hi": "clock32",
+    "clock64": "clock64",
+    "globaltimer": "clock64",
+    "globaltimer_lo": "clock32",
+}
 
 
 @dataclass
@@ -242,7 +248,11 @@ class Lowering:
             return v
         if text[:2] in ("0f", "0F"):
             v = int(text[2:], 16)
-            return struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<I", v))[0]))[0] if type_ == "f64" else v
+            return (
+                struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<I", v))[0]))[0]
+                if type_ == "f64"
+                else v
+            )
         if text[:2] in ("0d", "0D"):
             v = int(text[2:], 16)
             if bits_of(type_) == 32:
@@ -374,9 +384,17 @@ class Lowering:
         """Emits an unguarded helper operation."""
         self.operations.append(Operation(handler, operands, immediates, NO_GUARD, 0, False, self.line))
 
-    def emit(self, handler: str, operands: tuple[int, ...] | list[int], immediates: tuple[int, ...] | list[int] = (), always: bool = False) -> None:
+    def emit(
+        self,
+        handler: str,
+        operands: tuple[int, ...] | list[int],
+        immediates: tuple[int, ...] | list[int] = (),
+        always: bool = False,
+    ) -> None:
         """Emits the operation of the current instruction, under its guard."""
-        self.operations.append(Operation(handler, tuple(operands), tuple(immediates), self.guard, self.guard_xor, always, self.line))
+        self.operations.append(
+            Operation(handler, tuple(operands), tuple(immediates), self.guard, self.guard_xor, always, self.line)
+        )
 
     def branch(self, ins: Instruction, label: str) -> None:
         self._branches.append((len(self.operations), label, ins.scope, ins.line))

@@ -1,7 +1,8 @@
 """PTX text to statements (PTX ISA: Syntax; State Spaces, Types, and Variables; Directives).
 
 Reads what compilers emit: several ``.entry`` functions, scoped blocks from inline assembly that reuse labels and
-registers, parameterised register names, ``.loc`` lines. Nothing is interpreted here; :mod:`cute_emulator.lowering` does that.
+registers, parameterised register names, ``.loc`` lines. Nothing is interpreted here; that is what
+:mod:`cute_emulator.lowering` does.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)[^\n]*")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)?\.entry\s+([\w$.]+)\s*(\()?")
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+((?:\.ptr\s*|\.global\s*|\.shared\s*|\.const\s*|\.align\s+\d+\s*)*)([\w$]+)(?:\[(\d+)\])?")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+((?:\.ptr\s*|\.global\s*|\.shared\s*|\.const\s*|\.align\s+\d+\s*)*)([\w$]+)(?:\[(\d+)\])?"
+)
 _VARIABLE = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(shared|local|global|const)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?(?:\.v[24]\s+)?\.(\w+)\s+([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?$",
     re.S,
@@ -147,7 +150,9 @@ def parse(text: str) -> Module:
         entries[entry.name] = entry
         position = i + 1
     for begin, end in outside:
-        for m in re.finditer(r"^\s*((?:\.(?:visible|extern|weak|common)\s+)*\.(?:shared|global|const)\b[^;]*);", clean[begin:end], re.M):
+        for m in re.finditer(
+            r"^\s*((?:\.(?:visible|extern|weak|common)\s+)*\.(?:shared|global|const)\b[^;]*);", clean[begin:end], re.M
+        ):
             variables.append(_variable(m.group(1), line_of(begin + m.start(1))))
     return Module(text, target.group(1) if target else "", entries, variables)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .bound import Bound, bound
 from .ptx import Entry
+from .timeline import Segment, text
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class LaunchReport:
     warp_instructions: list[int]
     opcodes: dict[str, int]
     seconds: float
+    segments: list[Segment] = field(default_factory=list)  # only with ``profile``
+
+    def timeline(self, width: int = 96) -> str:
+        """The first cluster's warps over time, as text; empty unless the launch was profiled."""
+        return text(self, width)
 
     @property
     def flops(self) -> int:
@@ -98,12 +104,18 @@ class LaunchReport:
         c = self.counters
         lines = [
             f"{self.kernel}",
-            f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.shared_bytes} bytes of shared memory; {self.seconds:.3f} s",
-            f"  {c['instructions']} warp instructions; by warp: " + ", ".join(f"{w}: {n} ({p} %)" for w, n, p in self.roles()),
+            f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.shared_bytes} bytes of shared memory; "
+            f"emulated in {self.seconds:.3f} s",
+            f"  {c['instructions']} warp instructions; by warp: "
+            + ", ".join(f"{w}: {n} ({p} %)" for w, n, p in self.roles()),
         ]
         for shape, (count, flops) in sorted(self.mma.items()):
             lines.append(f"  {shape}: {count} times, {flops:.3e} FLOP")
-        moved = [f"{k.replace('_', ' ')} {v}" for k, v in c.items() if v and k not in ("instructions", "clusters", "shared_passes", "shared_accesses")]
+        moved = [
+            f"{k.replace('_', ' ')} {v}"
+            for k, v in c.items()
+            if v and k not in ("instructions", "clusters", "shared_passes", "shared_accesses")
+        ]
         if moved:
             lines.append("  bytes and counts: " + ", ".join(moved))
         if c["shared_accesses"]:

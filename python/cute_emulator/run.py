@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,11 @@ def memory_of(x: Any) -> tuple[int, int] | None:
             return address, n
         return address, item + sum((s - 1) * t for s, t in zip(shape, strides, strict=True)) if all(shape) else 0
     if hasattr(x, "data_ptr") and hasattr(x, "element_size"):
-        n = x.element_size() * (1 + sum((s - 1) * t for s, t in zip(x.shape, x.stride(), strict=True))) if x.numel() else 0
+        n = (
+            x.element_size() * (1 + sum((s - 1) * t for s, t in zip(x.shape, x.stride(), strict=True)))
+            if x.numel()
+            else 0
+        )
         return x.data_ptr(), n
     return None
 
@@ -65,12 +68,12 @@ def run_ptx(
     Args:
         ptx: the module's text.
         grid, block, cluster: up to three extents each.
-        args: one for each kernel parameter: an array (NumPy, or a CPU tensor with ``data_ptr``), whose address is passed
-            and whose bytes are all that the kernel may touch; an int or a float; or the parameter's bytes.
+        args: one for each kernel parameter: an array (NumPy, or a CPU tensor with ``data_ptr``), whose address is
+            passed and whose bytes are all that the kernel may touch; an int or a float; or the parameter's bytes.
         kernel: the entry's name; may be left out if the module has one.
         shared: bytes of dynamic shared memory.
         seed, schedule, check, profile, instruction_limit: see :class:`cute_emulator.launch.Options`.
-        raise_on_hazard: whether hazards raise :class:`HazardError` (whose ``report`` is the report) or are only reported.
+        raise_on_hazard: whether hazards raise :class:`HazardError` (its ``report`` is the report) or are only reported.
 
     Returns: the launch's report.
 
@@ -91,10 +94,17 @@ def run_ptx(
         if memory is not None:
             regions.append(Region(*memory, f"argument {p.name}"))
     report = launch(
-        module, kernel, _three(grid), _three(block), [_pack(p, x) for p, x in zip(program.kernel.entry.parameters, args, strict=True)],
-        cluster=_three(cluster), dynamic_shared=shared, regions=regions, strict=bool(regions),
+        module,
+        kernel,
+        _three(grid),
+        _three(block),
+        [_pack(p, x) for p, x in zip(program.kernel.entry.parameters, args, strict=True)],
+        cluster=_three(cluster),
+        dynamic_shared=shared,
+        regions=regions,
+        strict=bool(regions),
         options=Options(seed, schedule, check, profile, instruction_limit),
-    )  # fmt: skip
+    )
     if report.hazards and raise_on_hazard:
         raise HazardError(f"{len(report.hazards)} hazards\n" + "\n".join(str(h) for h in report.hazards), report)
     return report
@@ -103,6 +113,3 @@ def run_ptx(
 def _three(x: Sequence[int] | int) -> tuple[int, int, int]:
     t = (x,) if isinstance(x, int) else tuple(x)
     return (*t, *(1,) * (3 - len(t)))  # type: ignore[return-value]
-
-
-_ = ctypes

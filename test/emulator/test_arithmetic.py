@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from emulator.ptxlib import apply, bits16, bits32, bits64, f32, hostile_f32, integers
+from emulator_ptx import apply, bits16, bits32, bits64, f32, hostile_f32, integers
 
 SEED = 20240731
 
@@ -82,7 +82,19 @@ def test_division_truncates_towards_zero(opcode: str) -> None:
         assert g == (q if opcode.startswith("div") else read(x) - q * read(y)) % (1 << bits)
 
 
-@pytest.mark.parametrize(("opcode", "bits"), [("shl.b32", 32), ("shl.b64", 64), ("shr.u32", 32), ("shr.s32", 32), ("shr.u64", 64), ("shr.s64", 64), ("shr.s16", 16), ("shr.u16", 16)])
+@pytest.mark.parametrize(
+    ("opcode", "bits"),
+    [
+        ("shl.b32", 32),
+        ("shl.b64", 64),
+        ("shr.u32", 32),
+        ("shr.s32", 32),
+        ("shr.u64", 64),
+        ("shr.s64", 64),
+        ("shr.s16", 16),
+        ("shr.u16", 16),
+    ],
+)
 def test_shift_amounts_clamp(opcode: str, bits: int) -> None:
     rng = np.random.default_rng(SEED)
     a = integers(rng, bits)
@@ -170,9 +182,7 @@ def rounded(x: Fraction, mode: str) -> float:
     quantum = Fraction(2) ** (max(e, -126) - 23)
     q = x / quantum
     low = math.floor(q)
-    if q == low:
-        n = low
-    elif mode == "rm":
+    if q == low or mode == "rm":
         n = low
     elif mode == "rp":
         n = low + 1
@@ -225,8 +235,18 @@ def test_saturation() -> None:
 def test_min_and_max_prefer_numbers_unless_nan_is_asked_for() -> None:
     a = np.array([np.nan, 1.0, np.nan, -0.0, 3.0], np.float32)
     b = np.array([2.0, np.nan, np.nan, 0.0, -3.0], np.float32)
-    assert apply("min.f32", "f32", ["f32"] * 2, bits32(a), bits32(b)).tolist() == [*bits32([2.0, 1.0]).tolist(), 0x7FFFFFFF, 0x80000000, *bits32([-3.0]).tolist()]
-    assert apply("max.f32", "f32", ["f32"] * 2, bits32(a), bits32(b)).tolist() == [*bits32([2.0, 1.0]).tolist(), 0x7FFFFFFF, 0, *bits32([3.0]).tolist()]
+    assert apply("min.f32", "f32", ["f32"] * 2, bits32(a), bits32(b)).tolist() == [
+        *bits32([2.0, 1.0]).tolist(),
+        0x7FFFFFFF,
+        0x80000000,
+        *bits32([-3.0]).tolist(),
+    ]
+    assert apply("max.f32", "f32", ["f32"] * 2, bits32(a), bits32(b)).tolist() == [
+        *bits32([2.0, 1.0]).tolist(),
+        0x7FFFFFFF,
+        0,
+        *bits32([3.0]).tolist(),
+    ]
     assert apply("max.NaN.f32", "f32", ["f32"] * 2, bits32(a), bits32(b)).tolist()[:3] == [0x7FFFFFFF] * 3
 
 
@@ -239,14 +259,27 @@ def test_packed_f32(opcode: str) -> None:
     got = apply(opcode, "b64", ["b64"] * n, *packed[:n])
     for half, x in ((got & np.uint64(0xFFFFFFFF), lo), (got >> np.uint64(32), hi)):
         x64 = x.astype(np.float64)
-        expected = x[0] + x[1] if "add" in opcode else x[0] * x[1] if "mul" in opcode else (x64[0] * x64[1] + x64[2]).astype(np.float32)
+        expected = (
+            x[0] + x[1]
+            if "add" in opcode
+            else x[0] * x[1]
+            if "mul" in opcode
+            else (x64[0] * x64[1] + x64[2]).astype(np.float32)
+        )
         np.testing.assert_allclose(f32(half), expected, rtol=6e-8)
 
 
-@pytest.mark.parametrize(("opcode", "function", "bound"), [
-    ("ex2.approx.f32", np.exp2, 2.0**-22), ("rcp.approx.f32", lambda x: 1 / x, 2.0**-23), ("rsqrt.approx.f32", lambda x: 1 / np.sqrt(np.abs(x)), 2.0**-22),
-    ("lg2.approx.f32", lambda x: np.log2(np.abs(x)), 2.0**-22), ("tanh.approx.f32", np.tanh, 2.0**-11), ("sqrt.approx.f32", lambda x: np.sqrt(np.abs(x)), 2.0**-22),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("opcode", "function", "bound"),
+    [
+        ("ex2.approx.f32", np.exp2, 2.0**-22),
+        ("rcp.approx.f32", lambda x: 1 / x, 2.0**-23),
+        ("rsqrt.approx.f32", lambda x: 1 / np.sqrt(np.abs(x)), 2.0**-22),
+        ("lg2.approx.f32", lambda x: np.log2(np.abs(x)), 2.0**-22),
+        ("tanh.approx.f32", np.tanh, 2.0**-11),
+        ("sqrt.approx.f32", lambda x: np.sqrt(np.abs(x)), 2.0**-22),
+    ],
+)
 def test_approximations_keep_the_bound_of_the_isa(opcode: str, function, bound: float) -> None:
     rng = np.random.default_rng(SEED)
     x = rng.uniform(-20, 20, 500).astype(np.float32)
@@ -258,7 +291,14 @@ def test_approximations_keep_the_bound_of_the_isa(opcode: str, function, bound: 
 
 
 def test_exponential_of_the_ends() -> None:
-    got = f32(apply("ex2.approx.ftz.f32", "f32", ["f32"], bits32(np.array([-np.inf, np.inf, -0.0, 128.0, -127.0, np.nan], np.float32))))
+    got = f32(
+        apply(
+            "ex2.approx.ftz.f32",
+            "f32",
+            ["f32"],
+            bits32(np.array([-np.inf, np.inf, -0.0, 128.0, -127.0, np.nan], np.float32)),
+        )
+    )
     np.testing.assert_array_equal(got, np.array([0, np.inf, 1, np.inf, 0, np.nan], np.float32))
 
 
@@ -307,7 +347,9 @@ def test_cvt_f16_from_f32() -> None:
 @pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
 @pytest.mark.parametrize("target", ["s32", "u32", "s64", "u8"])
 def test_cvt_integer_from_f32_rounds_and_saturates(target: str, mode: str) -> None:
-    x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 3.7, -3.7, 1e10, -1e10, 1e30, -1e30, np.inf, -np.inf, 255.4, 300.0, 0.0], np.float32)
+    x = np.array(
+        [0.5, 1.5, 2.5, -0.5, -1.5, 3.7, -3.7, 1e10, -1e10, 1e30, -1e30, np.inf, -np.inf, 255.4, 300.0, 0.0], np.float32
+    )
     bits = int(target[1:])
     lo, hi = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if target[0] == "s" else (0, (1 << bits) - 1)
     function = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[mode]
@@ -317,7 +359,19 @@ def test_cvt_integer_from_f32_rounds_and_saturates(target: str, mode: str) -> No
     assert got.tolist() == [v % (1 << width) for v in expected]
 
 
-@pytest.mark.parametrize(("source", "target"), [("s32", "s64"), ("u32", "u64"), ("s16", "s32"), ("s8", "s32"), ("u8", "u32"), ("s32", "s8"), ("u64", "u32"), ("s64", "s16")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("s32", "s64"),
+        ("u32", "u64"),
+        ("s16", "s32"),
+        ("s8", "s32"),
+        ("u8", "u32"),
+        ("s32", "s8"),
+        ("u64", "u32"),
+        ("s64", "s16"),
+    ],
+)
 def test_cvt_between_integers(source: str, target: str) -> None:
     rng = np.random.default_rng(SEED)
     sb, tb = int(source[1:]), int(target[1:])
@@ -342,13 +396,21 @@ def test_cvt_saturating_between_integers() -> None:
 def test_cvt_f32_from_integers() -> None:
     rng = np.random.default_rng(SEED)
     a = integers(rng, 64)
-    np.testing.assert_array_equal(f32(apply("cvt.rn.f32.u64", "f32", ["b64"], a)), [np.float32(rounded(Fraction(int(v)), "rn")) for v in a])
+    np.testing.assert_array_equal(
+        f32(apply("cvt.rn.f32.u64", "f32", ["b64"], a)), [np.float32(rounded(Fraction(int(v)), "rn")) for v in a]
+    )
     b = integers(rng, 32)
-    np.testing.assert_array_equal(f32(apply("cvt.rz.f32.s32", "f32", ["b32"], b)), [np.float32(rounded(Fraction(signed(int(v), 32)), "rz")) for v in b])
+    np.testing.assert_array_equal(
+        f32(apply("cvt.rz.f32.s32", "f32", ["b32"], b)),
+        [np.float32(rounded(Fraction(signed(int(v), 32)), "rz")) for v in b],
+    )
 
 
 def half(bits: np.ndarray, bf16: bool) -> list[Fraction]:
-    return [Fraction(float(v)) for v in ((bits.astype(np.uint32) << 16).view(np.float32) if bf16 else bits.astype(np.uint16).view(np.float16))]
+    return [
+        Fraction(float(v))
+        for v in ((bits.astype(np.uint32) << 16).view(np.float32) if bf16 else bits.astype(np.uint16).view(np.float16))
+    ]
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -373,7 +435,9 @@ def test_half_precision_rounds_once(operation: str, bf16: bool) -> None:
         quantum = Fraction(2) ** (max(e, smallest) - digits)
         q = exact / quantum
         low = math.floor(q)
-        assert g == quantum * (low if q - low < Fraction(1, 2) or (q - low == Fraction(1, 2) and low % 2 == 0) else low + 1)
+        assert g == quantum * (
+            low if q - low < Fraction(1, 2) or (q - low == Fraction(1, 2) and low % 2 == 0) else low + 1
+        )
 
 
 def test_mixed_precision_fma() -> None:
@@ -381,7 +445,10 @@ def test_mixed_precision_fma() -> None:
     a, b = (bf16_of(rng.standard_normal(256)) for _ in range(2))
     c = rng.standard_normal(256).astype(np.float32)
     got = f32(apply("fma.rn.f32.bf16", "f32", ["b16", "b16", "f32"], a, b, bits32(c)))
-    expected = [np.float32(rounded(x * y + Fraction(float(z)), "rn")) for x, y, z in zip(half(a, True), half(b, True), c, strict=True)]
+    expected = [
+        np.float32(rounded(x * y + Fraction(float(z)), "rn"))
+        for x, y, z in zip(half(a, True), half(b, True), c, strict=True)
+    ]
     np.testing.assert_array_equal(got, expected)
 
 
@@ -389,7 +456,9 @@ def test_double_precision() -> None:
     rng = np.random.default_rng(SEED)
     a, b = rng.standard_normal(100), rng.standard_normal(100)
     np.testing.assert_array_equal(apply("mul.rn.f64", "f64", ["f64"] * 2, bits64(a), bits64(b)).view(np.float64), a * b)
-    np.testing.assert_array_equal(apply("cvt.rn.f32.f64", "f32", ["f64"], bits64(a)).astype(np.uint32).view(np.float32), a.astype(np.float32))
+    np.testing.assert_array_equal(
+        apply("cvt.rn.f32.f64", "f32", ["f64"], bits64(a)).astype(np.uint32).view(np.float32), a.astype(np.float32)
+    )
 
 
 def test_tf32_and_fp8() -> None:
@@ -398,4 +467,9 @@ def test_tf32_and_fp8() -> None:
     assert got.tolist() == [1.0 + 2.0**-10, 1.0, -3.0, float(np.float32(round(0.1 * 2**14) / 2**14))]
     a = np.array([448.0, 500.0, 1.0, -0.0625], np.float32)
     b = np.array([0.0, 2.0**-9, 17.0, 18.0], np.float32)
-    assert apply("cvt.rn.satfinite.e4m3x2.f32", "b16", ["f32", "f32"], bits32(a), bits32(b)).tolist() == [0x7E00, 0x7E01, 0x3858, 0x9859]
+    assert apply("cvt.rn.satfinite.e4m3x2.f32", "b16", ["f32", "f32"], bits32(a), bits32(b)).tolist() == [
+        0x7E00,
+        0x7E01,
+        0x3858,
+        0x9859,
+    ]

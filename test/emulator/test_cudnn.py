@@ -7,9 +7,9 @@ and dS to bf16 on the way (as the hardware's users see), which is why the bound 
 from __future__ import annotations
 
 import pytest
-from cute_emulator import HazardError
+from emulator_cudnn import PLANS, backward, compiled, errors, problem, torch
 
-from emulator.cudnn_driver import PLANS, backward, compiled, errors, problem, torch
+from cute_emulator import HazardError
 
 BOUND = 4e-3
 
@@ -37,7 +37,9 @@ def test_gradients_on_twenty_seeds(name: str) -> None:
 def test_the_schedule_does_not_change_what_is_executed() -> None:
     """The counters that no schedule may change: products of the tensor cores and bytes of the bulk copies."""
     p = problem(PLANS["H64 D512"])
-    first, second = (backward(p, seed=s, schedule=k)[0].report.launches[2] for s, k in ((3, "adversarial"), (0, "eager")))
+    first, second = (
+        backward(p, seed=s, schedule=k)[0].report.launches[2] for s, k in ((3, "adversarial"), (0, "eager"))
+    )
     assert first.mma == second.mma
     # S, dP, dQ and the two parts of dKV: five products of H x K x 512
     assert first.flops == 5 * 2 * 64 * 128 * 512
@@ -66,7 +68,9 @@ def test_dout_with_swapped_dimensions_is_wrong_without_an_error() -> None:
 
 def test_a_hazard_is_raised_and_names_both_places() -> None:
     p = problem(PLANS["H64 D512"])
-    with pytest.raises(HazardError, match=r"(?s)fence.proxy.async.*PTX line \d+: .*against warp \d+ of CTA 0.*PTX line \d+: "):
+    with pytest.raises(
+        HazardError, match=r"(?s)fence.proxy.async.*PTX line \d+: .*against warp \d+ of CTA 0.*PTX line \d+: "
+    ):
         backward(p, transform=lambda ptx: ptx.replace("fence.proxy.async.shared::cta;", ""))
 
 

@@ -29,7 +29,29 @@ def _plain(low: Lowering, ins: Instruction, handler: str, types: list[str], imme
     low.emit(handler, (d, *sources), immediates)
 
 
-@unit("add", "sub", "mul", "mad", "fma", "div", "rem", "neg", "abs", "min", "max", "sad", "mul24", "ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
+@unit(
+    "add",
+    "sub",
+    "mul",
+    "mad",
+    "fma",
+    "div",
+    "rem",
+    "neg",
+    "abs",
+    "min",
+    "max",
+    "sad",
+    "mul24",
+    "ex2",
+    "lg2",
+    "rcp",
+    "rsqrt",
+    "sqrt",
+    "sin",
+    "cos",
+    "tanh",
+)
 def arithmetic(low: Lowering, ins: Instruction) -> None:
     o, t = ins.parts[0], ins.type
     n = len(ins.operands)
@@ -63,7 +85,7 @@ def arithmetic(low: Lowering, ins: Instruction) -> None:
     it = _integer_type(ins, operation)
     if operation.endswith(".wide"):
         wide = f"b{2 * bits_of(t)}"
-        _plain(low, ins, f"{operation}.{it}", [wide, t, t, wide][: n])
+        _plain(low, ins, f"{operation}.{it}", [wide, t, t, wide][:n])
         return
     if operation == "abs":
         it = f"s{bits_of(t)}"
@@ -99,7 +121,12 @@ def _floating(low: Lowering, ins: Instruction, o: str, t: str, n: int) -> None:
         _plain(low, ins, f"{o}{'.ftz' if ins.has('ftz') else ''}.{t}", types)
         return
     if o in ("min", "max"):
-        name = o + (".ftz" if ins.has("ftz") else "") + (".nan" if ins.has("NaN") else "") + (".xorsign" if ins.has("xorsign") else "")
+        name = (
+            o
+            + (".ftz" if ins.has("ftz") else "")
+            + (".nan" if ins.has("NaN") else "")
+            + (".xorsign" if ins.has("xorsign") else "")
+        )
         _plain(low, ins, f"{name}.{t}", types)
         return
     if o not in ("add", "sub", "mul", "fma", "div"):

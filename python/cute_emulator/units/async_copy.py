@@ -9,7 +9,22 @@ from ..lowering import NONE, Instruction, Lowering, unit
 from ..ptx import split_operands
 
 _REDUCTIONS = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "inc": 6, "dec": 7}
-_TYPES = {"u8": 0, "b8": 0, "u16": 1, "b16": 1, "u32": 2, "b32": 2, "s32": 3, "u64": 4, "b64": 4, "s64": 5, "f16": 6, "bf16": 7, "f32": 8, "f64": 9}
+_TYPES = {
+    "u8": 0,
+    "b8": 0,
+    "u16": 1,
+    "b16": 1,
+    "u32": 2,
+    "b32": 2,
+    "s32": 3,
+    "u64": 4,
+    "b64": 4,
+    "s64": 5,
+    "f16": 6,
+    "bf16": 7,
+    "f32": 8,
+    "f64": 9,
+}
 
 
 def _shared(low: Lowering, ins: Instruction, text: str) -> tuple[int, int]:
@@ -87,7 +102,11 @@ def _bulk(low: Lowering, ins: Instruction) -> None:
         barrier, barrier_offset = _shared(low, ins, o[3])
         if ins.has("multicast::cluster"):
             mask = low.source(ins, o[4], "b16")
-    low.emit("bulk.copy", (to, source, n, barrier, mask), (*places, to_offset, source_offset, barrier_offset, reduction, type_))
+    low.emit(
+        "bulk.copy",
+        (to, source, n, barrier, mask),
+        (*places, to_offset, source_offset, barrier_offset, reduction, type_),
+    )
 
 
 def _tensor(low: Lowering, ins: Instruction) -> None:

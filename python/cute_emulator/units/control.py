@@ -1,4 +1,5 @@
-"""PTX ISA, Control Flow and Miscellaneous: bra, ret, exit, trap, brkpt, nanosleep, pmevent, setmaxnreg, griddepcontrol."""
+"""PTX ISA, Control Flow and Miscellaneous: bra, ret, exit, trap, brkpt, nanosleep, pmevent, setmaxnreg,
+griddepcontrol."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def matrices(low: Lowering, ins: Instruction) -> None:
 
 @unit("mma")
 def mma(low: Lowering, ins: Instruction) -> None:
-    m = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.(f32|f16)\.(bf16|f16)\.(bf16|f16)\.(f32|f16)", ins.opcode)
+    m = re.fullmatch(
+        r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.(f32|f16)\.(bf16|f16)\.(bf16|f16)\.(f32|f16)", ins.opcode
+    )
     if not m or m.group(2) != m.group(5) or m.group(3) != m.group(4):
         raise ins.unsupported()
     sources = [low.source(ins, x, "b32") for o in ins.operands[1:] for x in registers(o)]

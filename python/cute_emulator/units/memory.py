@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..lowering import NONE, Instruction, Lowering, bits_of, unit
+from ..lowering import Instruction, Lowering, bits_of, unit
 from ..ptx import split_operands
 
 _SPACES = {"global": 0, "shared": 1, "local": 2, "generic": 3, "const": 0}
@@ -12,10 +12,40 @@ _GENERIC_SHARED = -(2 << 48)  # 0xfffe << 48 as a signed 64-bit number
 _GENERIC_LOCAL = -(3 << 48)
 _ATOMIC = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "exch": 6, "cas": 7, "inc": 8, "dec": 9}
 _KNOWN = {
-    "weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "nc", "noftz", "L1::no_allocate",
-    "L1::evict_last", "L1::evict_first", "L1::evict_unchanged", "L1::evict_normal", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B",
-    "L2::evict_last", "L2::evict_first", "L2::evict_normal", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "acq_rel", "entry",
-}  # fmt: skip
+    "weak",
+    "relaxed",
+    "acquire",
+    "release",
+    "volatile",
+    "mmio",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+    "nc",
+    "noftz",
+    "L1::no_allocate",
+    "L1::evict_last",
+    "L1::evict_first",
+    "L1::evict_unchanged",
+    "L1::evict_normal",
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_last",
+    "L2::evict_first",
+    "L2::evict_normal",
+    "ca",
+    "cg",
+    "cs",
+    "cv",
+    "lu",
+    "wb",
+    "wt",
+    "acq_rel",
+    "entry",
+}
 
 
 def space_of(ins: Instruction) -> str:
@@ -28,7 +58,12 @@ def space_of(ins: Instruction) -> str:
 
 def _check(ins: Instruction, extra: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     for p in ins.parts[1:-1]:
-        if p in _KNOWN or p in extra or p.split("::")[0] in ("global", "shared", "local", "param", "const") or re.fullmatch(r"v[248]", p):
+        if (
+            p in _KNOWN
+            or p in extra
+            or p.split("::")[0] in ("global", "shared", "local", "param", "const")
+            or re.fullmatch(r"v[248]", p)
+        ):
             continue
         raise ins.unsupported(f"modifier .{p}")
 

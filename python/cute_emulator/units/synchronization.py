@@ -66,11 +66,15 @@ def mbarrier(low: Lowering, ins: Instruction) -> None:
             bytes_ = low.source(ins, o[2], "b32")
         elif len(o) > 2:
             count = low.source(ins, o[2], "b32")
-        low.emit("mbarrier.arrive", (low.optional(ins, o[0], 64), a, count, bytes_), (offset, int(what == "arrive_drop"), 0))
+        low.emit(
+            "mbarrier.arrive", (low.optional(ins, o[0], 64), a, count, bytes_), (offset, int(what == "arrive_drop"), 0)
+        )
     elif what in ("try_wait", "test_wait"):
         parity = ins.has("parity")
         a, offset = _shared_address(low, ins, o[1])
         state = low.source(ins, o[2], "b32" if parity else "b64")
-        low.emit("mbarrier.wait", (low.destination(ins, o[0], 1), a, state), (offset, int(parity), int(what == "try_wait")))
+        low.emit(
+            "mbarrier.wait", (low.destination(ins, o[0], 1), a, state), (offset, int(parity), int(what == "try_wait"))
+        )
     else:
         raise ins.unsupported()

@@ -1,5 +1,5 @@
-"""PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.alloc, dealloc, relinquish_alloc_permit, ld, st, wait,
-mma, commit, fence."""
+"""PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.alloc, dealloc, relinquish_alloc_permit, ld, st,
+wait, mma, commit, fence."""
 
 from __future__ import annotations
 
@@ -77,4 +77,8 @@ def _mma(low: Lowering, ins: Instruction) -> None:
     group = 2 if ins.has("cta_group::2") else 1
     if disabled and len(disabled) != 4 * group:
         raise ins.unsupported(f"{len(disabled)} registers of disabled lanes")
-    low.emit("tcgen05.mma", (d, a, b, idesc, enable, *disabled), (_KINDS[kind], group, int(in_tmem), d_offset, a_offset, len(disabled), scale))
+    low.emit(
+        "tcgen05.mma",
+        (d, a, b, idesc, enable, *disabled),
+        (_KINDS[kind], group, int(in_tmem), d_offset, a_offset, len(disabled), scale),
+    )

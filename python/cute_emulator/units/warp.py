@@ -47,7 +47,11 @@ def redux(low: Lowering, ins: Instruction) -> None:
         signed = t == "s32"
         code = {"add": 0, "min": 3 if signed else 1, "max": 4 if signed else 2, "and": 5, "or": 6, "xor": 7}[operation]
     a, members = low.source(ins, ins.operands[1], "b32"), low.source(ins, ins.operands[2], "b32")
-    low.emit("redux", (low.destination(ins, ins.operands[0], 32), a, members), (code, int(ins.has("abs")), int(ins.has("NaN"))))
+    low.emit(
+        "redux",
+        (low.destination(ins, ins.operands[0], 32), a, members),
+        (code, int(ins.has("abs")), int(ins.has("NaN"))),
+    )
 
 
 @unit("match")

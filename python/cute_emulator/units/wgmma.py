@@ -41,4 +41,8 @@ def _mma(low: Lowering, ins: Instruction) -> None:
     scale_a, scale_b = (int(x, 0) for x in o[4:6])
     transposes = [int(x, 0) for x in o[6:]]
     ta, tb = (0, transposes[0] if transposes else 0) if in_registers else tuple(transposes or (0, 0))
-    low.emit("wgmma.mma", (*d, *a, b, accumulate), (n, t, int(in_registers), int(scale_a < 0), int(scale_b < 0), ta, tb, int(fp32)))
+    low.emit(
+        "wgmma.mma",
+        (*d, *a, b, accumulate),
+        (n, t, int(in_registers), int(scale_a < 0), int(scale_b < 0), ta, tb, int(fp32)),
+    )

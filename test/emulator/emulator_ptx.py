@@ -1,8 +1,9 @@
-"""Helpers of the emulator's tests: a one-warp kernel around a few PTX lines, and inputs that include the hostile ones."""
+"""Helpers of the emulator's tests: a kernel around a few PTX lines, and inputs that include the hostile ones."""
 
 from __future__ import annotations
 
 import numpy as np
+
 from cute_emulator import run_ptx
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
@@ -42,7 +43,9 @@ def _storage(type_: str) -> str:
     return f"b{max(bits, 16)}"
 
 
-def apply(opcode: str, result: str, types: list[str], *inputs: np.ndarray, tail: str = "", schedule: str = "eager") -> np.ndarray:
+def apply(
+    opcode: str, result: str, types: list[str], *inputs: np.ndarray, tail: str = "", schedule: str = "eager"
+) -> np.ndarray:
     """Runs ``opcode d, a, b, ...{tail}`` on every element; inputs and the result are bit patterns as uint64."""
     n = len(inputs[0])
     padded = -(-n // 32) * 32
@@ -88,7 +91,27 @@ def f32(bits: np.ndarray) -> np.ndarray:
 def hostile_f32(rng: np.random.Generator, n: int = 256) -> np.ndarray:
     """Random magnitudes over the whole range, and zeros, subnormals, infinities, NaN, neighbours of powers of two."""
     x = (rng.standard_normal(n) * np.exp2(rng.uniform(-140, 120, n))).astype(np.float32)
-    special = np.array([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 2.0**-149, -(2.0**-126), 3.4e38, 1 + 2.0**-23, 1 - 2.0**-24, 0.5, 1.5, 2.5, -2.5], np.float32)
+    special = np.array(
+        [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            np.inf,
+            -np.inf,
+            np.nan,
+            2.0**-149,
+            -(2.0**-126),
+            3.4e38,
+            1 + 2.0**-23,
+            1 - 2.0**-24,
+            0.5,
+            1.5,
+            2.5,
+            -2.5,
+        ],
+        np.float32,
+    )
     x[: len(special)] = special
     return rng.permutation(x)
 

@@ -45,13 +45,13 @@ PLANS = {
 @cache
 def compiled(plan: Plan, keys: int, single_query: bool) -> Any:
     """The frontend's compiled launchable; compiling takes about ten seconds, so it is kept."""
-    with emulate("sm_100a"), mock.patch.object(torch.cuda, "device", lambda *_: contextlib.nullcontext()):
+    with emulate("sm_100a"), mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()):
         from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm100 as generic
         from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm100_d576 as two_cta
         from cudnn.deepseek_sparse_attention.utils.compiler import compile_options
 
         if plan.backend == "h128_d576_2cta_m64":
-            with mock.patch.object(two_cta, "compile_options", lambda: compile_options(gpu_arch="sm_100a")):
+            with mock.patch.object(two_cta, "compile_options", return_value=compile_options(gpu_arch="sm_100a")):
                 return two_cta._compile_d576_2cta((10, 0), keys, False, single_query, False)
         return generic._compile_nondeterministic_sm100(
             0, (10, 0), plan.backend, torch.bfloat16, plan.head_dim, D_V, plan.heads, keys, False, plan.tile
@@ -77,7 +77,9 @@ class Problem:
         return self.indices.shape[1]
 
 
-def problem(plan: Plan, queries: int = 1, keys: int = 128, tokens: int = 256, seed: int = 1, dtype: Any = None) -> Problem:
+def problem(
+    plan: Plan, queries: int = 1, keys: int = 128, tokens: int = 256, seed: int = 1, dtype: Any = None
+) -> Problem:
     """Random inputs; softmax over the chosen keys and the sink, values are the first 512 dimensions of the keys."""
     g = torch.Generator().manual_seed(seed)
     bf = dtype or torch.bfloat16
@@ -120,9 +122,23 @@ def backward(p: Problem, **options: Any) -> tuple[Gpu, dict[str, Any]]:
     shape = (queries, tokens, plan.head_dim, (plan.heads, 1))
     with emulate("sm_100a", **options) as gpu:
         launchable(
-            shape, p.q, p.kv, p.out, p.dout, p.lse, p.sink, p.indices, None, grads["dq"], grads["dkv"], grads["d_sink"], *workspaces,
-            float(plan.head_dim**-0.5), *((1,) if split else ()), 0,
-        )  # fmt: skip
+            shape,
+            p.q,
+            p.kv,
+            p.out,
+            p.dout,
+            p.lse,
+            p.sink,
+            p.indices,
+            None,
+            grads["dq"],
+            grads["dkv"],
+            grads["d_sink"],
+            *workspaces,
+            float(plan.head_dim**-0.5),
+            *((1,) if split else ()),
+            0,
+        )
     return gpu, grads
 
 

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-import cutlass  # noqa: E402
-import cutlass.cute as cute  # noqa: E402
-from cutlass.cute.nvgpu import cpasync  # noqa: E402
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
 
 THREADS = 128
 
@@ -31,8 +31,12 @@ def _tma_copy_kernel(
     tile = allocator.allocate_tensor(plain.element_type, layout.outer, byte_alignment=1024, swizzle=layout.inner)
     one = cute.make_layout(1)
     tile_2d = cute.group_modes(tile, 0, 2)
-    to_shared, from_global = cpasync.tma_partition(load, 0, one, tile_2d, cute.group_modes(cute.local_tile(source, box, (bx, by)), 0, 2))
-    from_shared, to_global = cpasync.tma_partition(store, 0, one, tile_2d, cute.group_modes(cute.local_tile(target, box, (bx, by)), 0, 2))
+    to_shared, from_global = cpasync.tma_partition(
+        load, 0, one, tile_2d, cute.group_modes(cute.local_tile(source, box, (bx, by)), 0, 2)
+    )
+    from_shared, to_global = cpasync.tma_partition(
+        store, 0, one, tile_2d, cute.group_modes(cute.local_tile(target, box, (bx, by)), 0, 2)
+    )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if tid == 0:
         cute.arch.mbarrier_init(barrier, 1)
@@ -67,11 +71,21 @@ def _tma_copy_kernel(
 
 @cute.jit
 def tma_copy(
-    source: cute.Tensor, target: cute.Tensor, plain: cute.Tensor, box: cutlass.Constexpr, swizzle: cutlass.Constexpr, reduce: cutlass.Constexpr, grid: cutlass.Constexpr
+    source: cute.Tensor,
+    target: cute.Tensor,
+    plain: cute.Tensor,
+    box: cutlass.Constexpr,
+    swizzle: cutlass.Constexpr,
+    reduce: cutlass.Constexpr,
+    grid: cutlass.Constexpr,
 ):
     """plain = source through shared memory element by element; target (+)= 2 source through a tile store."""
     layout = cute.make_composed_layout(cute.make_swizzle(*swizzle), 0, cute.make_layout(box, stride=(box[1], 1)))
     load, source_map = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), source, layout, box)
-    operation = cpasync.CopyReduceBulkTensorTileS2GOp() if cutlass.const_expr(reduce) else cpasync.CopyBulkTensorTileS2GOp()
+    operation = (
+        cpasync.CopyReduceBulkTensorTileS2GOp() if cutlass.const_expr(reduce) else cpasync.CopyBulkTensorTileS2GOp()
+    )
     store, target_map = cpasync.make_tiled_tma_atom(operation, target, layout, box)
-    _tma_copy_kernel(load, source_map, store, target_map, plain, layout, box, reduce).launch(grid=grid, block=(THREADS, 1, 1))
+    _tma_copy_kernel(load, source_map, store, target_map, plain, layout, box, reduce).launch(
+        grid=grid, block=(THREADS, 1, 1)
+    )
