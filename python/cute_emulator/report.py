@@ -104,7 +104,7 @@ class LaunchReport:
         c = self.counters
         lines = [
             f"{self.kernel}",
-            f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.shared_bytes} bytes of shared memory; "
+            f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.shared_bytes} bytes shared; "
             f"emulated in {self.seconds:.3f} s",
             f"  {c['instructions']} warp instructions; by warp: "
             + ", ".join(f"{w}: {n} ({p} %)" for w, n, p in self.roles()),
