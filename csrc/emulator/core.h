@@ -150,7 +150,8 @@ struct Warp {
     std::vector<uint32_t> store_group;
     uint32_t store_groups = 0;
     std::vector<std::shared_ptr<WgmmaPending>> wgmmas;
-    uint32_t wgmma_groups = 0;
+    uint32_t wgmma_groups = 0, wgmma_issued = 0, wgmma_retired = 0, wgmma_done_clock = 0;
+    Snapshot wgmma_issued_clock;
     uint64_t cluster_phase = 0;
 
     template <class T> T* dst(uint32_t x) { return reinterpret_cast<T*>(base[0] + (x >> 1)); }

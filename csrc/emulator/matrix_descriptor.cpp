@@ -26,13 +26,14 @@ MatrixDescriptor::MatrixDescriptor(uint64_t d, bool wgmma) {
     if (base) fault("matrix descriptor 0x%016lx: a base offset of %u is not modelled", d, base);
 }
 
-void load_operand(Cta& cta, const MatrixDescriptor& d, uint32_t rows, uint32_t ks, Element e, bool mn_major, MmaTile& t, bool into_b, uint32_t first, float sign, const Access& access) {
+void load_operand(Cta& cta, const MatrixDescriptor& d, uint32_t row0, uint32_t rows, uint32_t ks, Element e, bool mn_major, MmaTile& t, bool into_b, uint32_t first, float sign, const Access& access) {
     uint32_t size = element_bytes(e), n = 16 / size;
     const uint8_t* shared = cta.shared.data();
     size_t limit = cta.shared.size();
     uint32_t begin = 0, end = 0;  // adjacent chunks are reported to the shadow together
     float v[16];
-    d.chunks(rows, ks, size, mn_major, [&](uint32_t r, uint32_t k, uint32_t address) {
+    d.chunks(row0, rows, ks, size, mn_major, [&](uint32_t r, uint32_t k, uint32_t address) {
+        r -= row0;
         if (address < SHARED_BASE || address + 16 > limit) fault("a matrix descriptor reaches shared address 0x%x, outside the CTA's %zu bytes", address, limit);
         if (access.clock) {
             if (address == end) end += 16;

@@ -18,12 +18,12 @@ struct MatrixDescriptor {
         }
         return a;
     }
-    // Calls f(row, k, address) for every 16-byte chunk of a `rows` x `ks` operand of `size`-byte elements; the chunk
+    // Calls f(row, k, address) for every 16-byte chunk of rows [row0, row0 + rows) of an operand of `size`-byte elements; it
     // runs along k if the operand is K-major, along the rows if it is MN-major.
-    template <class F> void chunks(uint32_t rows, uint32_t ks, uint32_t size, bool mn_major, F f) const {
+    template <class F> void chunks(uint32_t row0, uint32_t rows, uint32_t ks, uint32_t size, bool mn_major, F f) const {
         uint32_t n = 16 / size;
         if (!mn_major) {
-            for (uint32_t r = 0; r < rows; r++)
+            for (uint32_t r = row0; r < row0 + rows; r++)
                 for (uint32_t k = 0; k < ks; k += n) {
                     uint32_t off = span == 16 ? (r % 8) * 16 + (r / 8) * stride + (k / n) * leading : (r % 8) * span + (r / 8) * stride + k * size;
                     f(r, k, swizzled(start + off));
@@ -31,7 +31,7 @@ struct MatrixDescriptor {
         } else {
             uint32_t across = span / size;
             for (uint32_t k = 0; k < ks; k++)
-                for (uint32_t r = 0; r < rows; r += n) {
+                for (uint32_t r = row0; r < row0 + rows; r += n) {
                     uint32_t off = span == 16 ? (r / n) * stride + (k % 8) * 16 + (k / 8) * leading
                                               : (r % across) * size + (r / across) * leading + (k % 8) * span + (k / 8) * stride;
                     f(r, k, swizzled(start + off));
@@ -40,7 +40,8 @@ struct MatrixDescriptor {
     }
 };
 
-// Reads an operand into tile.a (transposed = false) or tile.b (true) from column/row `first`, and tells the shadow.
-void load_operand(Cta&, const MatrixDescriptor&, uint32_t rows, uint32_t ks, Element, bool mn_major, MmaTile&, bool into_b, uint32_t first, float sign, const Access&);
+// Reads rows [row0, row0 + rows) of an operand into tile.a from row 0, or into tile.b from column `first`, and tells the
+// shadow.
+void load_operand(Cta&, const MatrixDescriptor&, uint32_t row0, uint32_t rows, uint32_t ks, Element, bool mn_major, MmaTile&, bool into_b, uint32_t first, float sign, const Access&);
 
 }  // namespace emu

@@ -43,7 +43,7 @@ struct Mma : AsyncOp {
         static thread_local MmaTile tile;
         bool negate = (idesc >> 13 & 1) != (idesc >> 14 & 1);
         MatrixDescriptor db(b, false);
-        for (uint32_t p = 0; p < size; p++) load_operand(*peers[p], db, n / size, k, eb, idesc >> 16 & 1, tile, true, p * (n / size), 1.f, access);
+        for (uint32_t p = 0; p < size; p++) load_operand(*peers[p], db, 0, n / size, k, eb, idesc >> 16 & 1, tile, true, p * (n / size), 1.f, access);
         for (uint32_t p = 0; p < size; p++) {
             Cta& cta = *peers[p];
             if (!cta.tmem_ready) fault("tcgen05.mma before tcgen05.alloc");
@@ -60,7 +60,7 @@ struct Mma : AsyncOp {
                 }
                 for (uint32_t r = 0; r < rows; r += 16) shadow_columns(cta, lane_of(r) / 16, 1, ac, words, false, access);
             } else {
-                load_operand(cta, MatrixDescriptor(a, false), rows, k, ea, idesc >> 15 & 1, tile, false, 0, negate ? -1.f : 1.f, access);
+                load_operand(cta, MatrixDescriptor(a, false), 0, rows, k, ea, idesc >> 15 & 1, tile, false, 0, negate ? -1.f : 1.f, access);
             }
             float* target[2][MMA_MAX_M];
             static thread_local float discard[TMEM_COLUMNS];

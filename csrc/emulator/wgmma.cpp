@@ -1,7 +1,10 @@
 // PTX ISA, Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async, fence, commit_group, wait_group.
 //
-// Warp i of the warpgroup owns rows 16 i to 16 i + 15 of the 64, so each warp computes its own part, as late as its
-// wgmma.wait_group allows; until then the accumulator registers keep their old values.
+// Warp i of the warpgroup owns rows 16 i to 16 i + 15 of the 64. An operation belongs to the whole warpgroup: it is complete
+// when all four parts are, so a warp that waits for it first waits until the other three have issued theirs. It takes
+// effect at the first such wait; until then the accumulator registers keep their old values.
+#include <algorithm>
+
 #include "async_copy.h"
 #include "lanes.h"
 #include "matrix_descriptor.h"
@@ -10,7 +13,7 @@ namespace emu {
 
 struct WgmmaPending : AsyncOp {
     const Op* op;
-    uint32_t group, clock, mask;
+    uint32_t group, clock, mask, sequence;
     uint64_t a, b;
     bool accumulate;
     void run() override;
@@ -33,6 +36,8 @@ Next mma(Warp& w, const Op& o, uint32_t m) {
     p->op = &o;
     p->mask = m;
     p->group = w.wgmma_groups;
+    p->sequence = w.wgmma_issued++;
+    w.cta->cluster->events++;  // a peer may wait for this
     p->clock = w.wgmma.clock;
     if (!o.imm[2]) p->a = w.src<uint64_t>(o.x[nd])[l];
     p->b = w.src<uint64_t>(o.x[nd + na])[l];
@@ -48,15 +53,41 @@ Next commit(Warp& w, const Op&, uint32_t) {
     w.wgmma.clock++;
     return Next::advance;
 }
-Next wait(Warp& w, const Op& o, uint32_t) {
-    uint32_t n = uint32_t(o.imm[0]), up_to = w.wgmma_groups > n ? w.wgmma_groups - n : 0;
-    size_t i = 0;
-    for (; i < w.wgmmas.size() && w.wgmmas[i]->group < up_to; i++) {
-        std::shared_ptr<AsyncOp> op = w.wgmmas[i];
-        run_async(*w.cta->cluster, op);
+// The four warps of w's warpgroup, or those that exist.
+std::vector<Warp*> warpgroup(Warp& w) {
+    std::vector<Warp*> out;
+    for (uint32_t i = w.id / 4 * 4; i < w.id / 4 * 4 + 4 && i < w.cta->warps.size(); i++) out.push_back(w.cta->warps[i]);
+    return out;
+}
+Next wait(Warp& w, const Op& o, uint32_t) {  // imm: groups that may stay pending
+    uint32_t n = uint32_t(o.imm[0]), up_to = w.wgmma_groups > n ? w.wgmma_groups - n : 0, sequence = w.wgmma_retired;
+    for (auto& p : w.wgmmas)
+        if (p->group < up_to) sequence = std::max(sequence, p->sequence + 1);
+    auto peers = warpgroup(w);
+    for (Warp* peer : peers)
+        if (peer->wgmma_issued < sequence) {
+            w.groups[w.current].asleep = true;
+            w.seen_events = w.cta->cluster->events;
+            return Next::blocked;
+        }
+    for (Warp* peer : peers) {
+        size_t i = 0;
+        for (; i < peer->wgmmas.size() && peer->wgmmas[i]->sequence < sequence; i++) {
+            std::shared_ptr<AsyncOp> op = peer->wgmmas[i];
+            run_async(*w.cta->cluster, op);
+            peer->wgmma_issued_clock = op->issued;
+            peer->wgmma_done_clock = peer->wgmmas[i]->clock;
+        }
+        peer->wgmmas.erase(peer->wgmmas.begin(), peer->wgmmas.begin() + long(i));
+        peer->wgmma_retired = std::max(peer->wgmma_retired, sequence);
     }
-    w.wgmmas.erase(w.wgmmas.begin(), w.wgmmas.begin() + long(i));
-    if (up_to) learn_epoch(w, w.wgmma.agent, up_to, true);
+    w.launch->fault_warp = &w;
+    if (up_to)
+        for (Warp* peer : peers)
+            if (peer->wgmma_done_clock) {
+                learn(w, *peer->wgmma_issued_clock);
+                learn_epoch(w, peer->wgmma.agent, peer->wgmma_done_clock, true);
+            }
     return Next::advance;
 }
 
@@ -73,8 +104,7 @@ void WgmmaPending::run() {
     uint32_t k = 32 / element_bytes(e), first = (w.id % 4) * 16;
     static thread_local MmaTile tile;
     Access access = stream_access(*this, w.wgmma.agent, clock, true, true);
-    load_operand(*w.cta, MatrixDescriptor(b, true), n, k, e, o.imm[6], tile, true, 0, o.imm[4] ? -1.f : 1.f, access);
-    uint32_t row0 = 0;
+    load_operand(*w.cta, MatrixDescriptor(b, true), 0, n, k, e, o.imm[6], tile, true, 0, o.imm[4] ? -1.f : 1.f, access);
     if (o.imm[2]) {
         for (uint32_t r = 0; r < 4; r++) {
             const uint32_t* s = w.src<uint32_t>(o.x[nd + r]);
@@ -89,13 +119,11 @@ void WgmmaPending::run() {
             }
         }
     } else {
-        load_operand(*w.cta, MatrixDescriptor(a, true), 64, k, e, o.imm[5], tile, false, 0, o.imm[3] ? -1.f : 1.f, access);
-        row0 = first;
+        load_operand(*w.cta, MatrixDescriptor(a, true), first, 16, k, e, o.imm[5], tile, false, 0, o.imm[3] ? -1.f : 1.f, access);
     }
     alignas(64) static thread_local float d[16][MMA_MAX_N];
     float* rows[MMA_MAX_M];
     for (uint32_t r = 0; r < 16; r++) rows[r] = d[r];
-    if (row0) memmove(tile.a[0], tile.a[row0], sizeof tile.a[0] * 16);
     multiply(tile, 16, n, k, rows, false, 1.f, 0);
     for (uint32_t j = 0; j < n / 8; j++)
         for (uint32_t i = 0; i < 4; i++) {

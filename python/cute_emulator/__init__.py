@@ -3,12 +3,13 @@
 ``emulate`` runs CuTe DSL calls on CPU tensors, ``run_ptx`` a kernel from PTX text. See docs/emulator.md.
 """
 
-from .dsl import Gpu, emulate
+from .dsl import AsCuda, Gpu, emulate
 from .errors import EmulatorError, ExecutionError, HazardError, LaunchError, PtxSyntaxError, UnsupportedInstruction
 from .report import Hazard, LaunchReport, Report
 from .run import run_ptx
 
 __all__ = [
+    "AsCuda",
     "EmulatorError",
     "ExecutionError",
     "Gpu",

@@ -177,11 +177,22 @@ class _Patches:
             self._undo.pop()()
 
 
-class _AsCuda:
-    """A CPU tensor that says it lies on a CUDA device: what tvm-ffi functions demand."""
+class AsCuda:
+    """A CPU tensor that says it lies on a CUDA device, for code that compiles from example tensors.
+
+    ``from_dlpack(AsCuda(t))`` describes global memory, as a tensor on a GPU would; everything else is the tensor's.
+    """
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the tensor's own fast exchange protocols would give the CPU away
+            raise AttributeError(name)
+        return getattr(self.tensor, name)
+
+    def detach(self) -> AsCuda:
+        return self
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
@@ -192,6 +203,15 @@ class _AsCuda:
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         ctypes.c_int32.from_address(get(capsule, b"dltensor") + 8).value = 2  # DLDevice.device_type: kDLCUDA
         return capsule
+
+
+def _as_cuda(x: Any) -> Any:
+    """A CPU tensor as tvm-ffi's CUDA tensor on the same memory; anything else as it is."""
+    if not (hasattr(x, "data_ptr") and hasattr(x, "element_size") and x.device.type == "cpu"):
+        return x
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(AsCuda(x))
 
 
 def _track_arguments(gpu: Gpu, arguments: tuple[Any, ...]) -> None:
@@ -313,16 +333,16 @@ def _patch_calls(patches: _Patches, gpu: Gpu, cuda_jit_executor: Any) -> None:
 
         def tracked(self: Any, *arguments: Any, **keywords: Any) -> Any:
             _track_arguments(gpu, (*arguments, *keywords.values()))
-            if as_cuda:
-                import tvm_ffi
-
-                arguments = tuple(
-                    tvm_ffi.from_dlpack(_AsCuda(x))
-                    if hasattr(x, "data_ptr") and hasattr(x, "element_size") and x.device.type == "cpu"
-                    else x
-                    for x in arguments
-                )
-            result = call(self, *arguments, **keywords)
+            if not as_cuda:
+                result = call(self, *arguments, **keywords)
+            else:
+                # compiled from fake tensors it wants CUDA tensors, compiled from CPU tensors those
+                try:
+                    result = call(self, *map(_as_cuda, arguments), **keywords)
+                except ValueError as e:
+                    if "expected device_type=cpu" not in str(e):
+                        raise
+                    result = call(self, *arguments, **keywords)
             if gpu.error is not None:
                 raise gpu.error
             return result

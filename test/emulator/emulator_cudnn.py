@@ -6,6 +6,7 @@ The frontend is a test dependency: code that is known to run on B200s and that n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass")
 pytest.importorskip("cudnn")
 
-from cute_emulator import Gpu, emulate  # noqa: E402
+from cute_emulator import AsCuda, Gpu, emulate  # noqa: E402
 
 D_V = 512
 
@@ -138,6 +139,35 @@ def backward(p: Problem, **options: Any) -> tuple[Gpu, dict[str, Any]]:
             float(plan.head_dim**-0.5),
             *((1,) if split else ()),
             0,
+        )
+    return gpu, grads
+
+
+def backward_sm90(p: Problem, **options: Any) -> tuple[Gpu, dict[str, Any]]:
+    """The frontend's Hopper backward, which compiles from its arguments on first use, under emulation for sm_90a."""
+    import cuda.bindings.driver as driver
+    from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm90 as hopper
+
+    queries, tokens, heads = p.q.shape[0], p.kv.shape[0], p.plan.heads
+    convert = hopper.to_cute_tensor
+    replaced = {
+        "all": lambda *_: True,  # the check that every tensor is a CUDA tensor
+        "_get_device_capability": lambda *_: 9,
+        "resolve_stream": lambda _: driver.CUstream(0),
+        "memset_zero_async": lambda pointer, n, _: ctypes.memset(pointer, 0, n),
+        "to_cute_tensor": lambda t, *a, **k: convert(AsCuda(t), *a, **k),
+    }
+    size = hopper.flash_attn_bwd_sm90_workspace_size(queries, tokens, p.plan.head_dim, heads)
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
+    nan = float("nan")
+    grads = {"dq": torch.full_like(p.q, nan), "dkv": torch.full_like(p.kv, nan), "d_sink": torch.zeros(heads)}
+    with contextlib.ExitStack() as stack:
+        gpu = stack.enter_context(emulate("sm_90a", **options))
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch.object(hopper, name, value, create=True))
+        stack.enter_context(mock.patch.object(torch.cuda.nvtx, "range", return_value=contextlib.nullcontext()))
+        hopper.flash_attn_bwd_sm90(
+            p.q, p.kv, p.out, p.dout, p.lse, p.sink, p.indices, grads["dq"], grads["dkv"], grads["d_sink"], workspace
         )
     return gpu, grads
 

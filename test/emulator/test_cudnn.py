@@ -7,7 +7,7 @@ and dS to bf16 on the way (as the hardware's users see), which is why the bound 
 from __future__ import annotations
 
 import pytest
-from emulator_cudnn import PLANS, backward, compiled, errors, problem, torch
+from emulator_cudnn import PLANS, Plan, backward, backward_sm90, compiled, errors, problem, torch
 
 from cute_emulator import HazardError
 
@@ -22,6 +22,15 @@ def test_gradients(name: str, seed: int) -> None:
     assert gpu.report.hazards == []
     for gradient, e in errors(p, grads).items():
         assert e < BOUND, gradient
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_of_the_hopper_kernel(seed: int) -> None:
+    p = problem(Plan("sm90", 64, 64, 512), queries=2)
+    gpu, grads = backward_sm90(p, seed=seed)
+    assert gpu.report.hazards == []
+    assert any(shape.startswith("wgmma bf16 RS") for launch in gpu.report.launches for shape in launch.mma)
+    assert max(errors(p, grads).values()) < BOUND
 
 
 @pytest.mark.slow
