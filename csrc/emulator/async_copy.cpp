@@ -1,4 +1,5 @@
-// PTX ISA, Data Movement: cp.async (non-bulk), cp.async.bulk, cp.reduce.async.bulk and their completion mechanisms.
+// PTX ISA, Data Movement: cp.async (non-bulk), cp.async.bulk, cp.reduce.async.bulk and their completion mechanisms;
+// clusterlaunchcontrol.
 #include "async_copy.h"
 
 #include "lanes.h"
@@ -272,7 +273,45 @@ Next bulk_wait(Warp& w, const Op& o, uint32_t) {  // imm: groups that may stay p
     return Next::advance;
 }
 
+// clusterlaunchcontrol.try_cancel: takes a cluster that has not been launched, or is refused. The response is opaque to
+// kernels; here: bit 0 of the first word whether one was taken, the second to fourth word its first CTA.
+struct TryCancel : AsyncOp {
+    uint32_t address, barrier;
+    bool multicast;
+    void run() override {
+        Cluster& c = *warp->cta->cluster;
+        Launch& l = *c.launch;
+        uint32_t response[4] = {};
+        bool refuse = l.schedule == Schedule::adversarial && l.random.below(3) == 0;
+        if (l.next_cluster < l.total_clusters && !refuse) {
+            response[0] = 1;
+            l.first_cta(l.next_cluster++, response + 1);
+        }
+        for (auto& cta : c.ctas) {
+            if (!multicast && cta.get() != warp->cta) continue;
+            uint32_t to = cta->address(address & SHARED_OFFSET_MASK);
+            MBarrier& b = mbarrier_at(c, cta->address(barrier & SHARED_OFFSET_MASK), nullptr);
+            uint8_t* p = shared_pointer(c, to, 16, 16);
+            cta->shared_shadow.write_bytes(to & SHARED_OFFSET_MASK, 16, tracked_access(*this, b, true));
+            memcpy(p, response, 16);
+            mbarrier_complete_tx(c, b, 16, issued.get());
+        }
+    }
+};
+Next try_cancel(Warp& w, const Op& o, uint32_t m) {  // address, mbarrier; imm: offsets, multicast
+    EACH_LANE(l, m) {
+        auto op = std::make_shared<TryCancel>();
+        op->address = w.src<uint32_t>(o.x[0])[l] + uint32_t(o.imm[0]);
+        op->barrier = w.src<uint32_t>(o.x[1])[l] + uint32_t(o.imm[1]);
+        op->multicast = o.imm[2];
+        mbarrier_at(*w.cta->cluster, op->barrier, &w);
+        submit(w, op);
+    }
+    return Next::advance;
+}
+
 const HandlerName table[] = {
+    {"clc.try_cancel", try_cancel},
     {"cp.async", cp_async}, {"cp.async.commit", cp_commit}, {"cp.async.wait", cp_wait}, {"cp.async.wait_all", cp_wait_all},
     {"cp.async.arrive", cp_arrive}, {"bulk.copy", bulk_copy}, {"bulk.commit", bulk_commit}, {"bulk.wait", bulk_wait},
 };

@@ -245,8 +245,10 @@ struct Launch {
     };
     std::vector<Segment> timeline;
     uint32_t current_pc = 0;
+    uint64_t next_cluster = 0, total_clusters = 0;  // in the order of x, y, z; clusterlaunchcontrol takes from here too
 
     void run();
+    void first_cta(uint64_t cluster, uint32_t id[3]) const;
     void hazard(const char* kind, const std::string& what, uint64_t earlier, uint32_t pc, Warp* warp, uint32_t address);
     std::string describe_agent(uint32_t agent, Cluster& cluster);
 };

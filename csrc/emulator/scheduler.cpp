@@ -488,76 +488,85 @@ static void run_all(Launch& l) {
     if (shared_bytes > 233472) fault("%u bytes of shared memory (with the 1024 reserved ones) exceed the 228 KiB of an SM", shared_bytes);
     std::vector<std::vector<uint8_t>> files(size_t(nctas) * nwarps);
     std::vector<std::unique_ptr<Cta>> spare;
-    for (uint32_t z = 0; z < g[2]; z += d[2])
-        for (uint32_t y = 0; y < g[1]; y += d[1])
-            for (uint32_t x = 0; x < g[0]; x += d[0]) {
-                Cluster c;
-                c.launch = &l;
-                l.counters.clusters++;
-                for (uint32_t r = 0; r < nctas; r++) {
-                    std::unique_ptr<Cta> cta = std::make_unique<Cta>();
-                    if (!spare.empty()) {  // keep its large arrays
-                        cta->shared.swap(spare.back()->shared);
-                        cta->tmem.swap(spare.back()->tmem);
-                        std::swap(cta->shared_shadow, spare.back()->shared_shadow);
-                        std::swap(cta->tmem_shadow, spare.back()->tmem_shadow);
-                        spare.pop_back();
-                    }
-                    cta->cluster = &c;
-                    cta->rank = r;
-                    cta->id[0] = x + r % d[0];
-                    cta->id[1] = y + r / d[0] % d[1];
-                    cta->id[2] = z + r / d[0] / d[1];
-                    cta->shared.assign(shared_bytes, 0xCB);
-                    cta->mbarrier_at.assign(shared_bytes / 8 + 1, -1);
-                    if (l.check) cta->shared_shadow.reset((shared_bytes + 3) / 4, 4, "shared memory");
-                    cta->live_warps = nwarps;
-                    for (uint32_t i = 0; i < nwarps; i++) {
-                        auto w = std::make_unique<Warp>();
-                        w->cta = cta.get();
-                        w->launch = &l;
-                        w->id = i;
-                        w->global_id = r * nwarps + i;
-                        w->registers.swap(files[w->global_id]);
-                        w->registers.assign(l.program->register_bytes + 128, 0xCB);
-                        w->base[0] = reinterpret_cast<uint8_t*>((uintptr_t(w->registers.data()) + 63) & ~uintptr_t(63));
-                        w->base[1] = reinterpret_cast<uint8_t*>((uintptr_t(l.program->constants.data()) + 63) & ~uintptr_t(63));
-                        if (l.program->local_bytes) w->local.assign(size_t(32) * l.program->local_bytes, 0xCB);
-                        uint32_t rest = threads - i * 32;
-                        w->live = rest >= 32 ? FULL : (1u << rest) - 1;
-                        w->groups.push_back({0, w->live});
-                        for (size_t k = 0; k + 1 < l.program->special.size(); k += 2) {
-                            uint32_t* v = reinterpret_cast<uint32_t*>(w->base[0] + l.program->special[k + 1]);
-                            for (uint32_t lane = 0; lane < 32; lane++) v[lane] = special_value(l, *w, l.program->special[k], lane);
-                        }
-                        if (l.check) {
-                            w->agent = c.agents.add("warp " + std::to_string(i) + " of CTA " + std::to_string(r), true);
-                            w->clock.set(w->agent, 1, false);
-                        }
-                        cta->warps.push_back(w.get());
-                        c.warps.push_back(std::move(w));
-                    }
-                    c.ctas.push_back(std::move(cta));
-                }
-                c.live = nctas * nwarps;
-                try {
-                    run_cluster(l, c);
-                } catch (const Fault& e) {
-                    Warp* w = l.fault_warp;
-                    l.fault_pc = l.current_pc;
-                    char where[160] = "";
-                    if (w)
-                        snprintf(where, sizeof where, " [CTA (%u, %u, %u), warp %u]", w->cta->id[0], w->cta->id[1],
-                                 w->cta->id[2], w->id);
-                    throw Fault(e.what() + std::string(where));
-                }
-                for (auto& cta : c.ctas) {
-                    if (!cta->tmem_allocations.empty())
-                        l.hazards.push_back({"tensor memory leaked", std::to_string(cta->tmem_allocations.size()) + " allocations were not freed", "", "", 0, 0, cta->rank, 0, 1});
-                }
-                for (auto& w : c.warps) files[w->global_id].swap(w->registers);
-                for (auto& cta : c.ctas) spare.push_back(std::move(cta));
+    l.total_clusters = uint64_t(g[0] / d[0]) * (g[1] / d[1]) * (g[2] / d[2]);
+    for (l.next_cluster = 0; l.next_cluster < l.total_clusters;) {
+        uint32_t first[3];
+        l.first_cta(l.next_cluster++, first);
+        Cluster c;
+        c.launch = &l;
+        l.counters.clusters++;
+        for (uint32_t r = 0; r < nctas; r++) {
+            std::unique_ptr<Cta> cta = std::make_unique<Cta>();
+            if (!spare.empty()) {  // keep its large arrays
+                cta->shared.swap(spare.back()->shared);
+                cta->tmem.swap(spare.back()->tmem);
+                std::swap(cta->shared_shadow, spare.back()->shared_shadow);
+                std::swap(cta->tmem_shadow, spare.back()->tmem_shadow);
+                spare.pop_back();
             }
+            cta->cluster = &c;
+            cta->rank = r;
+            cta->id[0] = first[0] + r % d[0];
+            cta->id[1] = first[1] + r / d[0] % d[1];
+            cta->id[2] = first[2] + r / d[0] / d[1];
+            cta->shared.assign(shared_bytes, 0xCB);
+            cta->mbarrier_at.assign(shared_bytes / 8 + 1, -1);
+            if (l.check) cta->shared_shadow.reset((shared_bytes + 3) / 4, 4, "shared memory");
+            cta->live_warps = nwarps;
+            for (uint32_t i = 0; i < nwarps; i++) {
+                auto w = std::make_unique<Warp>();
+                w->cta = cta.get();
+                w->launch = &l;
+                w->id = i;
+                w->global_id = r * nwarps + i;
+                w->registers.swap(files[w->global_id]);
+                w->registers.assign(l.program->register_bytes + 128, 0xCB);
+                w->base[0] = reinterpret_cast<uint8_t*>((uintptr_t(w->registers.data()) + 63) & ~uintptr_t(63));
+                w->base[1] = reinterpret_cast<uint8_t*>((uintptr_t(l.program->constants.data()) + 63) & ~uintptr_t(63));
+                if (l.program->local_bytes) w->local.assign(size_t(32) * l.program->local_bytes, 0xCB);
+                uint32_t rest = threads - i * 32;
+                w->live = rest >= 32 ? FULL : (1u << rest) - 1;
+                w->groups.push_back({0, w->live});
+                for (size_t k = 0; k + 1 < l.program->special.size(); k += 2) {
+                    uint32_t* v = reinterpret_cast<uint32_t*>(w->base[0] + l.program->special[k + 1]);
+                    for (uint32_t lane = 0; lane < 32; lane++) v[lane] = special_value(l, *w, l.program->special[k], lane);
+                }
+                if (l.check) {
+                    w->agent = c.agents.add("warp " + std::to_string(i) + " of CTA " + std::to_string(r), true);
+                    w->clock.set(w->agent, 1, false);
+                }
+                cta->warps.push_back(w.get());
+                c.warps.push_back(std::move(w));
+            }
+            c.ctas.push_back(std::move(cta));
+        }
+        c.live = nctas * nwarps;
+        try {
+            run_cluster(l, c);
+        } catch (const Fault& e) {
+            Warp* w = l.fault_warp;
+            l.fault_pc = l.current_pc;
+            char where[160] = "";
+            if (w)
+                snprintf(where, sizeof where, " [CTA (%u, %u, %u), warp %u]", w->cta->id[0], w->cta->id[1],
+                         w->cta->id[2], w->id);
+            throw Fault(e.what() + std::string(where));
+        }
+        for (auto& cta : c.ctas) {
+            if (!cta->tmem_allocations.empty())
+                l.hazards.push_back({"tensor memory leaked", std::to_string(cta->tmem_allocations.size()) + " allocations were not freed", "", "", 0, 0, cta->rank, 0, 1});
+        }
+        for (auto& w : c.warps) files[w->global_id].swap(w->registers);
+        for (auto& cta : c.ctas) spare.push_back(std::move(cta));
+    }
+}
+
+void Launch::first_cta(uint64_t cluster, uint32_t id[3]) const {
+    for (int i = 0; i < 3; i++) {
+        uint32_t n = grid[i] / cluster_dim[i];
+        id[i] = uint32_t(cluster % n) * cluster_dim[i];
+        cluster /= n;
+    }
 }
 
 void Launch::run() {

@@ -201,9 +201,7 @@ class Lowering:
         if not m:
             raise PtxSyntaxError(f"line {s.line}: cannot read {s.text!r}")
         type_, names = m.groups()
-        bits = 1 if type_ == "pred" else 64 if bits_of(type_) == 64 else 32
-        if type_ != "pred" and bits_of(type_) > 64:
-            raise UnsupportedInstruction(f"PTX line {s.line}: registers of type .{type_}")
+        bits = 1 if type_ == "pred" else max(32, bits_of(type_))
         table = self.registers.setdefault(s.scope, {})
         for name in names.split(","):
             name = name.strip()
@@ -219,8 +217,10 @@ class Lowering:
             table = self.registers.get(scope)
             if table is not None and name in table:
                 r = table[name]
-                if r.offset < 0:
-                    r.offset = self._allocate(r.bits)
+                if r.offset < 0:  # 128 bits are two registers of 64, one after the other
+                    r.offset = self._allocate(min(r.bits, 64))
+                    if r.bits == 128:
+                        self._allocate(64)
                 return r
             if not scope:
                 return None
@@ -273,8 +273,8 @@ class Lowering:
         if r is not None:
             if r.bits == bits:
                 return r.offset
-            if r.bits == 1:
-                raise ins.unsupported(f"predicate {text} used as .{type_}")
+            if r.bits in (1, 128):
+                raise ins.unsupported(f"register {text} used as .{type_}")
             t = self.temporary(bits)
             if bits == 64:
                 self.raw("widen", (t, r.offset))
@@ -345,6 +345,13 @@ class Lowering:
             raise ins.unsupported(f"{text!r} is no predicate")
         return r.offset
 
+    def halves(self, ins: Instruction, text: str) -> tuple[int, int]:
+        """The low and the high 64 bits of a 128-bit register."""
+        r = self.register(text, ins.scope)
+        if r is None or r.bits != 128:
+            raise ins.unsupported(f"{text!r} is no 128-bit register")
+        return r.offset, r.offset + (256 << 1)
+
     def destination(self, ins: Instruction, text: str, bits: int) -> int:
         """Where a result of ``bits`` (1, 32 or 64) goes; ``_`` gives a scratch register."""
         if text == "_":
@@ -354,7 +361,7 @@ class Lowering:
             raise ins.unsupported(f"what is {text!r}?")
         if r.bits == bits:
             return r.offset
-        if 1 in (r.bits, bits):
+        if 1 in (r.bits, bits) or r.bits == 128:
             raise ins.unsupported(f"{text} cannot hold the result")
         t = self.temporary(bits)
         self._after.append(("widen", (r.offset, t), ()) if r.bits == 64 else ("part64", (r.offset, t), (0, 0xFFFFFFFF)))

@@ -410,6 +410,6 @@ def test_wgmma(bf16: bool, a_layout, b_layout) -> None:
         for i in range(N // 2):
             row = 16 * warp + lane // 4 + 8 * (i // 2 % 2)
             assert out[thread, i] == expected[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2]
+    arguments = [image, np.zeros_like(out), a_descriptor, b_descriptor, registers]
     with pytest.raises(HazardError, match="async proxy"):
-        arguments = [image, np.zeros_like(out), a_descriptor, b_descriptor, registers]
         run_ptx(text.replace("  fence.proxy.async;\n", ""), 1, 128, arguments)

@@ -257,6 +257,9 @@ def mov(low: Lowering, ins: Instruction) -> None:
         low.emit("mov.pred", (low.destination(ins, d, 1), low.predicate(ins, s)))
         return
     bits = bits_of(t)
+    if bits == 128:
+        _mov128(low, ins, d, s)
+        return
     if d.startswith("{"):  # unpack
         names = split_operands(d[1:-1])
         width = bits // len(names)
@@ -282,3 +285,13 @@ def mov(low: Lowering, ins: Instruction) -> None:
         return
     source = low.source(ins, s, t)
     low.emit(f"mov.u{64 if bits == 64 else 32}", (low.destination(ins, d, 64 if bits == 64 else 32), source))
+
+
+def _mov128(low: Lowering, ins: Instruction, d: str, s: str) -> None:
+    sources = [low.source(ins, x, "b64") for x in split_operands(s[1:-1])] if s[0] == "{" else low.halves(ins, s)
+    if d[0] == "{":
+        targets = [low.destination(ins, x, 64) for x in split_operands(d[1:-1])]
+    else:
+        targets = list(low.halves(ins, d))
+    for target, source in zip(targets, sources, strict=True):
+        low.emit("mov.u64", (target, source))

@@ -1,5 +1,5 @@
 """PTX ISA, Data Movement and Conversion, asynchronous: cp.async, cp.async.bulk, cp.reduce.async.bulk and their tensor
-forms, groups and waits; Tensors."""
+forms, groups and waits; Tensors; clusterlaunchcontrol."""
 
 from __future__ import annotations
 
@@ -138,3 +138,26 @@ def _tensor(low: Lowering, ins: Instruction) -> None:
         (to, tensor_map, barrier, mask, *coordinates),
         (dims, int(load), offset, barrier_offset, reduction, int(gather), int(ins.has("cta_group::2"))),
     )
+
+
+@unit("clusterlaunchcontrol")
+def clusterlaunchcontrol(low: Lowering, ins: Instruction) -> None:
+    if ins.has("try_cancel"):
+        (a, offset), (b, b_offset) = _shared(low, ins, ins.operands[0]), _shared(low, ins, ins.operands[1])
+        low.emit("clc.try_cancel", (a, b), (offset, b_offset, int(ins.has("multicast::cluster::all"))))
+        return
+    lo, hi = low.halves(ins, ins.operands[1])
+    if ins.has("is_canceled"):
+        taken = low.temporary(32)
+        low.raw("part64", (taken, lo), (0, 1))
+        low.emit(
+            "setp.ne.u32", (low.destination(ins, ins.operands[0], 1), NONE, taken, low.constant(0, 32), NONE), (0,)
+        )
+        return
+    first = ((lo, 32), (hi, 0), (hi, 32))
+    which = {f"get_first_ctaid::{c}": i for i, c in enumerate("xyz")}
+    one = next((which[p] for p in ins.parts if p in which), None)
+    names = [ins.operands[0]] if one is not None else split_operands(ins.operands[0][1:-1])[:3]
+    for name, (half, shift) in zip(names, first[one : one + 1] if one is not None else first, strict=True):
+        if name != "_":
+            low.emit("part64", (low.destination(ins, name, 32), half), (shift, 0xFFFFFFFF))
