@@ -14,6 +14,16 @@ uint8_t* local_pointer(Warp& w, uint32_t lane, uint64_t a, uint32_t bytes, uint3
     return w.local.data() + size_t(lane) * size + a;
 }
 
+// Runs f for each lane; an error says which lane it was.
+template <class F> void each_lane(uint32_t m, F f) {
+    uint32_t lane = 0;
+    try {
+        EACH_LANE(l, m) f(lane = l);
+    } catch (const Fault& e) {
+        throw Fault(e.what() + (", lane " + std::to_string(lane)));
+    }
+}
+
 // Resolves the lanes' addresses and tells the shadow of shared memory, run by run of adjacent bytes.
 template <bool WRITE> void resolve(Warp& w, const Op& o, uint32_t m, int64_t space, int64_t offset, uint32_t bytes, uint8_t** out) {
     Cluster& c = *w.cta->cluster;
@@ -22,19 +32,19 @@ template <bool WRITE> void resolve(Warp& w, const Op& o, uint32_t m, int64_t spa
     if (space == SHARED) {
         const uint32_t* a = w.src<uint32_t>(o.x[0]);
         Cta& own = *w.cta;
-        EACH_LANE(l, m) {
+        each_lane(m, [&](uint32_t l) {
             uint32_t at = a[l] + uint32_t(offset), local = at & SHARED_OFFSET_MASK;
             shared[l] = at;
             if ((at >> 24) == own.rank && !(local & (bytes - 1)) && local >= SHARED_BASE && local + bytes <= own.shared.size())
                 out[l] = own.shared.data() + local;
             else
                 out[l] = shared_pointer(c, at, bytes, bytes);
-        }
+        });
         shared_mask = m;
     } else {
         const uint64_t* a = w.src<uint64_t>(o.x[0]);
         Launch& launch = *w.launch;
-        EACH_LANE(l, m) {
+        each_lane(m, [&](uint32_t l) {
             uint64_t at = a[l] + uint64_t(offset);
             uint64_t top = at & 0xffff000000000000ull;
             if (space == LOCAL || (space == GENERIC && top == GENERIC_LOCAL)) {
@@ -46,7 +56,7 @@ template <bool WRITE> void resolve(Warp& w, const Op& o, uint32_t m, int64_t spa
             } else {
                 out[l] = global_pointer(launch, at, bytes, bytes, WRITE);
             }
-        }
+        });
         uint64_t moved = uint64_t(__builtin_popcount(m & ~shared_mask)) * bytes;
         (WRITE ? n.global_store : n.global_load) += moved;
     }

@@ -61,7 +61,7 @@ def _tma_copy_kernel(
         r, c = i // box[1], i % box[1]
         tile[r, c] = tile[r, c] + tile[r, c]
         i += THREADS
-    cute.arch.fence_proxy("async.shared", space="cta") if False else cute.arch.fence_view_async_shared()
+    cute.arch.fence_view_async_shared()
     cute.arch.sync_threads()
     if warp == 0:
         cute.copy(store, from_shared, to_global)
@@ -89,3 +89,17 @@ def tma_copy(
     _tma_copy_kernel(load, source_map, store, target_map, plain, layout, box, reduce).launch(
         grid=grid, block=(THREADS, 1, 1)
     )
+
+
+@cute.kernel
+def _double_kernel(a: cute.Tensor, b: cute.Tensor):
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * THREADS + tid
+    b[i] = a[i] + a[i]
+
+
+@cute.jit
+def double(a: cute.Tensor, b: cute.Tensor, blocks: cutlass.Constexpr):
+    """b = 2 a on the first ``blocks * THREADS`` elements, whether they exist or not."""
+    _double_kernel(a, b).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1))

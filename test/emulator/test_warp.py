@@ -280,7 +280,8 @@ WAIT:
 def test_errors_name_the_line_and_the_tensor() -> None:
     out = np.zeros(32, np.uint64)
     with pytest.raises(
-        ExecutionError, match=r"(?s)past the start of argument p0, which has 256 bytes.*PTX line \d+: st.global.b32"
+        ExecutionError,
+        match=r"(?s)past the start of argument p0, which has 256 bytes, lane 0.*PTX line \d+: st.global.b32",
     ):
         run_ptx(kernel("  st.global.b32 [%q0+256], %r0;\n", 1), 1, 32, [out])
     with pytest.raises(ExecutionError, match="not a multiple of 8"):
