@@ -13,8 +13,7 @@ struct RawOp {
     uint32_t first_operand, first_immediate;
     uint32_t guard, guard_xor;
     uint16_t operands, immediates;
-    uint8_t always, klass;
-    uint16_t unused;
+    uint8_t always, unused[3];
 };
 
 struct RawLaunch {
@@ -54,7 +53,6 @@ void* emu_program(const RawOp* ops, uint64_t n, const uint32_t* operands, uint64
         o.operands = ops[i].operands;
         o.immediates = ops[i].immediates;
         o.always = ops[i].always;
-        o.klass = ops[i].klass;
         p->ops.push_back(o);
     }
     return p;

@@ -38,8 +38,7 @@ struct Op {
     uint32_t guard;  // offset of the guarding predicate, or NO_GUARD
     uint32_t guard_xor;  // FULL for @!p
     uint16_t operands, immediates;
-    uint8_t always;  // called even if no lane passes the guard (branches)
-    uint8_t klass;  // index of a counter class
+    bool always;  // called even if no lane passes the guard (branches)
 };
 
 struct Fault : std::runtime_error {
@@ -77,7 +76,7 @@ struct Program {
     std::vector<int64_t> immediates;
     std::vector<uint8_t> constants;
     std::vector<uint32_t> special;  // pairs: special register number, offset
-    uint32_t register_bytes = 0, static_shared = 0, local_bytes = 0, param_bytes = 0;
+    uint32_t register_bytes = 0, static_shared = 0, local_bytes = 0;
     std::vector<uint64_t> hits;  // executed warp instructions, an entry an operation
 };
 
@@ -96,7 +95,7 @@ struct MBarrier {
     int64_t tx = 0;
     uint64_t phase = 0;
     bool valid = false;
-    uint32_t agent = 0, waiting_pc = 0;
+    uint32_t agent = 0;
     uint64_t init_epoch = 0;
     Clock arriving, released;
 };
@@ -104,7 +103,7 @@ struct MBarrier {
 struct NamedBarrier {
     uint32_t arrived = 0, expected = 0;
     uint64_t generation = 0;
-    Clock arriving, released;
+    Clock arriving;
 };
 
 struct Group {
@@ -123,7 +122,6 @@ struct Warp {
     uint32_t live = FULL;  // lanes that have not exited
     std::vector<Group> groups;
     uint32_t current = 0;
-    const Op* op = nullptr;
     enum State : uint8_t { running, at_barrier, at_cluster_barrier, finished } state = running;
     uint32_t barrier_id = 0;
     uint64_t barrier_generation = 0, seen_events = ~0ull;
@@ -176,7 +174,7 @@ struct Cta {
     std::vector<Warp*> warps;
     std::vector<std::shared_ptr<AsyncOp>> tensor_queue;  // tcgen05.mma/cp/commit, in order
     size_t tensor_head = 0;
-    uint64_t tmem_columns[8] = {};  // allocated columns, a bit each
+    uint32_t tmem_columns = 0;  // allocated columns, a bit for 32 of them
     bool permit_relinquished = false;
     bool tmem_ready = false;
     std::vector<std::pair<uint32_t, uint32_t>> tmem_allocations;
@@ -250,7 +248,6 @@ struct Launch {
     void run();
     void first_cta(uint64_t cluster, uint32_t id[3]) const;
     void hazard(const char* kind, const std::string& what, uint64_t earlier, uint32_t pc, Warp* warp, uint32_t address);
-    std::string describe_agent(uint32_t agent, Cluster& cluster);
 };
 
 // hazard-checking front doors (they do nothing when the checker is off)

@@ -112,11 +112,14 @@ void Shadow::read(Cell& c, const Access& a, uint32_t address) {
         }
     }
     uint64_t mine = make_epoch(a.agent, a.at, a.pc);
-    if (!c.read0 || epoch_agent(c.read0) == a.agent || before(c.read0, a)) {
-        if (!c.read0 || a.in_order || epoch_agent(c.read0) != a.agent || epoch_clock(c.read0) <= a.at) c.read0 = mine;
+    // A read that this one covers (of the same agent, or ordered before it) need not be kept: who is ordered after
+    // this read is ordered after that one.
+    auto covered = [&](uint64_t e) { return epoch_agent(e) == a.agent ? epoch_clock(e) <= a.at : before(e, a); };
+    if (!c.read0 || covered(c.read0)) {
+        c.read0 = mine;
         return;
     }
-    if (!c.read1 || epoch_agent(c.read1) == a.agent || before(c.read1, a)) {
+    if (!c.read1 || covered(c.read1)) {
         c.read1 = mine;
         return;
     }
@@ -126,7 +129,7 @@ void Shadow::read(Cell& c, const Access& a, uint32_t address) {
     }
     auto& list = overflow_[c.more - 1];
     for (auto& e : list)
-        if (epoch_agent(e) == a.agent || before(e, a)) {
+        if (covered(e)) {
             e = mine;
             return;
         }

@@ -8,10 +8,8 @@ bool whole_warp(Warp& w) { return !(w.live & ~w.groups[w.current].mask); }
 
 // address, registers; imm: offset, matrices, transposed. Lane 8 k + i holds the address of row i of matrix k.
 template <bool STORE> Next matrices(Warp& w, const Op& o, uint32_t m) {
-    if (!whole_warp(w) || m != FULL) {
-        if (m == w.groups[w.current].mask && m != FULL && w.live != FULL) fault("ldmatrix or stmatrix by lanes %08x only", m);
-        if (!whole_warp(w)) return Next::converge;
-    }
+    if (!whole_warp(w)) return Next::converge;
+    if (m != FULL) fault("ldmatrix or stmatrix by lanes %08x only", m);
     Cluster& c = *w.cta->cluster;
     uint32_t n = uint32_t(o.imm[1]);
     bool transposed = o.imm[2];

@@ -145,11 +145,6 @@ Next wait(Warp& w, const Op& o, uint32_t m) {
     w.set_pred(o.x[0], ok, m);
     return ok == m || !o.imm[2] ? Next::advance : Next::yield;
 }
-Next pending_count(Warp& w, const Op& o, uint32_t m) {
-    uint32_t* d = w.dst<uint32_t>(o.x[0]);
-    EACH_LANE(l, m) d[l] = 0;
-    fault("mbarrier.pending_count is not modelled");
-}
 
 Next fence_async(Warp& w, const Op&, uint32_t) {  // fence.proxy.async: what the warp knows becomes visible to the async proxy
     if (w.launch->check) {
@@ -176,7 +171,7 @@ Next cluster_wait_(Warp& w, const Op&, uint32_t) {
 
 const HandlerName table[] = {
     {"mbarrier.init", init}, {"mbarrier.inval", inval}, {"mbarrier.arrive", arrive}, {"mbarrier.complete_tx", complete_tx},
-    {"mbarrier.wait", wait}, {"mbarrier.pending_count", pending_count}, {"fence.async", fence_async}, {"fence.release", fence_release},
+    {"mbarrier.wait", wait}, {"fence.async", fence_async}, {"fence.release", fence_release},
     {"cluster.arrive", cluster_arrive_}, {"cluster.wait", cluster_wait_},
 };
 const Registrar registrar(table);

@@ -91,8 +91,7 @@ Next or_pred(Warp& w, const Op& o, uint32_t m) { return w.set_pred(o.x[0], w.pre
 Next xor_pred(Warp& w, const Op& o, uint32_t m) { return w.set_pred(o.x[0], w.pred(o.x[1]) ^ w.pred(o.x[2]), m), Next::advance; }
 
 // The lanes that must stand here together before a .sync operation: its member mask, less those that have exited.
-inline bool together(Warp& w, uint32_t members, uint32_t mask) {
-    (void)mask;
+inline bool together(Warp& w, uint32_t members) {
     return !(members & w.live & ~w.groups[w.current].mask);
 }
 
@@ -103,7 +102,7 @@ void fill(Warp& w, uint32_t x, uint32_t value, uint32_t m) {
 
 Next elect(Warp& w, const Op& o, uint32_t m) {  // d, p, membermask: the lowest member, always the same for one set
     uint32_t members = w.src<uint32_t>(o.x[2])[lowest(m)];
-    if (!together(w, members, m)) return Next::converge;
+    if (!together(w, members)) return Next::converge;
     uint32_t set = members & m;
     if (!set) fault("elect.sync by lanes %08x with a member mask of %08x", m, members);
     uint32_t leader = uint32_t(lowest(set));
@@ -114,7 +113,7 @@ Next elect(Warp& w, const Op& o, uint32_t m) {  // d, p, membermask: the lowest 
 
 Next vote(Warp& w, const Op& o, uint32_t m) {  // d, p, members; imm: 0 all, 1 any, 2 uni, 3 ballot; negate
     uint32_t members = w.src<uint32_t>(o.x[2])[lowest(m)];
-    if (!together(w, members, m)) return Next::converge;
+    if (!together(w, members)) return Next::converge;
     uint32_t p = w.pred(o.x[1]);
     if (o.imm[1]) p = ~p;
     p &= members & m;
@@ -132,7 +131,7 @@ Next activemask(Warp& w, const Op& o, uint32_t m) { return fill(w, o.x[0], w.gro
 
 Next shfl(Warp& w, const Op& o, uint32_t m) {  // d, p, a, b, c, members; imm: 0 up, 1 down, 2 bfly, 3 idx
     uint32_t members = w.src<uint32_t>(o.x[5])[lowest(m)];
-    if (!together(w, members, m)) return Next::converge;
+    if (!together(w, members)) return Next::converge;
     const uint32_t *a = w.src<uint32_t>(o.x[2]), *b = w.src<uint32_t>(o.x[3]), *c = w.src<uint32_t>(o.x[4]);
     uint32_t value[32], ok = 0;
     for (int l = 0; l < 32; l++) {
@@ -159,7 +158,7 @@ Next shfl(Warp& w, const Op& o, uint32_t m) {  // d, p, a, b, c, members; imm: 0
 
 Next redux(Warp& w, const Op& o, uint32_t m) {  // d, a, members; imm: operation
     uint32_t members = w.src<uint32_t>(o.x[2])[lowest(m)];
-    if (!together(w, members, m)) return Next::converge;
+    if (!together(w, members)) return Next::converge;
     const uint32_t* a = w.src<uint32_t>(o.x[1]);
     uint32_t set = members & m, r = a[lowest(set)];
     set &= set - 1;
@@ -190,7 +189,7 @@ Next redux(Warp& w, const Op& o, uint32_t m) {  // d, a, members; imm: operation
 
 template <class T> Next match(Warp& w, const Op& o, uint32_t m) {  // d, p, a, members; imm: all
     uint32_t members = w.src<uint32_t>(o.x[3])[lowest(m)];
-    if (!together(w, members, m)) return Next::converge;
+    if (!together(w, members)) return Next::converge;
     const T* a = w.src<T>(o.x[2]);
     uint32_t set = members & m, result[32], same = 0;
     EACH_LANE(l, set) {
@@ -210,31 +209,29 @@ template <class T> Next match(Warp& w, const Op& o, uint32_t m) {  // d, p, a, m
 Next bra(Warp& w, const Op& o, uint32_t taken) {  // imm: target; called even when no lane takes it
     Group& g = w.groups[w.current];
     if (!taken) return Next::advance;
+    uint32_t target = uint32_t(o.imm[0]);
     if (taken == g.mask) {
-        bool back = uint32_t(o.imm[0]) <= g.pc;
-        g.pc = uint32_t(o.imm[0]);
-        if (w.groups.size() > 1 || back) return Next::jumped;
+        g.pc = target;
         return Next::jumped;
     }
-    uint32_t target = uint32_t(o.imm[0]);
     g.mask &= ~taken;
     g.pc++;
     w.groups.push_back({target, taken});
     return Next::jumped;
 }
 Next ret(Warp& w, const Op&, uint32_t m) { return exit_lanes(w, m), Next::jumped; }
-Next trap(Warp& w, const Op& o, uint32_t m) { (void)w, (void)o; fault("trap executed by lanes %08x", m); }
+Next trap(Warp&, const Op&, uint32_t m) { fault("trap executed by lanes %08x", m); }
 Next nop(Warp&, const Op&, uint32_t) { return Next::advance; }
 Next pause(Warp&, const Op&, uint32_t) { return Next::yield; }
 Next converge(Warp& w, const Op& o, uint32_t m) {  // bar.warp.sync members
     uint32_t members = w.src<uint32_t>(o.x[0])[lowest(m)];
-    return together(w, members, m) ? Next::advance : Next::converge;
+    return together(w, members) ? Next::advance : Next::converge;
 }
-Next all_lanes(Warp& w, const Op&, uint32_t m) {  // .sync.aligned operations without other effect (setmaxnreg, ...)
-    return together(w, FULL, m) ? Next::advance : Next::converge;
+Next all_lanes(Warp& w, const Op&, uint32_t) {  // .sync.aligned operations without other effect (setmaxnreg, ...)
+    return together(w, FULL) ? Next::advance : Next::converge;
 }
 Next bar(Warp& w, const Op& o, uint32_t m) {  // id, threads (may be absent); imm: wait
-    if (!together(w, FULL, m)) return Next::converge;
+    if (!together(w, FULL)) return Next::converge;
     return barrier_arrive(w, w.src<uint32_t>(o.x[0])[lowest(m)], o.x[1] == NONE ? 0 : w.src<uint32_t>(o.x[1])[lowest(m)], o.imm[0]);
 }
 Next clock64_(Warp& w, const Op& o, uint32_t m) {  // %clock64, %globaltimer: emulated instructions so far

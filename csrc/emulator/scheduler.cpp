@@ -35,7 +35,6 @@ Handler find_handler(const char* name) {
     auto i = handlers().find(name);
     return i == handlers().end() ? nullptr : i->second;
 }
-Handler opposite_handler(Handler);
 
 Cta* Cluster::cta_at(uint32_t a) {
     uint32_t rank = a >> 24;

@@ -27,7 +27,6 @@ TensorMap decode(const uint8_t* p) {
     t.element = bytes[t.type];
     if (t.rank > 5 || !t.element) fault("not a tensor map: rank %u, type %u", t.rank, t.type);
     if (interleave) fault("tensor map: interleaved layouts are not modelled");
-    if (w[2] >> 19 & 1) fault("tensor map: the 32-byte swizzle atom is not modelled");
     if (t.address % 16) fault("tensor map: the address 0x%lx is not a multiple of 16", t.address);
     for (uint32_t k = 0; k < 5; k++) {
         t.size[k] = uint64_t(w[8 + k]) + 1;
@@ -38,6 +37,10 @@ TensorMap decode(const uint8_t* p) {
     uint32_t inner = t.box[0] * t.element;
     if (inner % 16) fault("tensor map: an inner box of %u bytes is not a multiple of 16", inner);
     if (t.swizzle && inner > 16u << t.swizzle) fault("tensor map: an inner box of %u bytes exceeds the swizzle span of %u", inner, 16u << t.swizzle);
+    if (w[2] >> 19 & 1) {
+        if (t.swizzle != 3) fault("tensor map: a 32-byte atom without the 128-byte swizzle");
+        t.swizzle = 4;
+    }
     return t;
 }
 
@@ -46,6 +49,7 @@ inline uint32_t swizzled(uint32_t a, uint32_t mode) {
         case 1: return a ^ (a >> 3 & 0x10);
         case 2: return a ^ (a >> 3 & 0x30);
         case 3: return a ^ (a >> 3 & 0x70);
+        case 4: return a ^ (a >> 2 & 0x60);  // 128 bytes with an atom of 32
     }
     return a;
 }
@@ -64,8 +68,7 @@ struct Tile : AsyncOp {
         return n;
     }
     // One row of the box: `row` bytes of shared memory at linear offset `offset`, elements x... along dimension 0.
-    void row(uint8_t* base, uint32_t first, uint32_t offset, bool inside, uint64_t address, uint8_t* memory_low) {
-        (void)memory_low;
+    void row(uint8_t* base, uint32_t first, uint32_t offset, bool inside, uint64_t address) {
         uint32_t n = map.box[0] * map.element;
         Launch& l = *warp->launch;
         int64_t x0 = at[0];
@@ -94,7 +97,7 @@ struct Tile : AsyncOp {
             for (int i = 0; i < 4; i++, offset += inner) {
                 int64_t y = at[1 + i];
                 bool inside = y >= 0 && uint64_t(y) < map.size[1];
-                row(base, first, offset, inside, map.address + uint64_t(y * int64_t(map.stride[1])), nullptr);
+                row(base, first, offset, inside, map.address + uint64_t(y * int64_t(map.stride[1])));
             }
             return;
         }
@@ -110,7 +113,7 @@ struct Tile : AsyncOp {
                             inside &= x >= 0 && uint64_t(x) < map.size[k];
                             a += uint64_t(x * int64_t(map.stride[k]));
                         }
-                        row(base, first, offset, inside, a, nullptr);
+                        row(base, first, offset, inside, a);
                     }
     }
     void run() override {

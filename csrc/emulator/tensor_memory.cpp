@@ -20,7 +20,7 @@ void Cta::enable_tmem() {
 void check_columns(Cta& cta, uint32_t column, uint32_t n) {
     if (column + n > TMEM_COLUMNS) fault("tensor memory columns %u to %u: there are 512", column, column + n - 1);
     for (uint32_t c = column / 32; c <= (column + n - 1) / 32; c++)
-        if (!(cta.tmem_columns[0] >> c & 1)) fault("tensor memory column %u of CTA %u is not allocated", std::max(column, c * 32), cta.rank);
+        if (!(cta.tmem_columns >> c & 1)) fault("tensor memory column %u of CTA %u is not allocated", std::max(column, c * 32), cta.rank);
 }
 
 void shadow_columns(Cta& cta, uint32_t first_block, uint32_t blocks, uint32_t column, uint32_t n, bool write, const Access& a) {
@@ -42,10 +42,10 @@ Next alloc(Warp& w, const Op& o, uint32_t m) {  // shared address, columns; imm:
     if (n < 32 || n > 512 || (n & (n - 1))) fault("tcgen05.alloc of %u columns: a power of two from 32 to 512", n);
     if (cta.permit_relinquished) fault("tcgen05.alloc after tcgen05.relinquish_alloc_permit");
     cta.enable_tmem();
-    uint64_t want = n == 512 ? 0xffff : (1ull << (n / 32)) - 1;
+    uint32_t want = (1u << (n / 32)) - 1;
     for (uint32_t c = 0; c + n <= 512; c += n) {  // naturally aligned, the first that fits
-        if (cta.tmem_columns[0] & (want << (c / 32))) continue;
-        cta.tmem_columns[0] |= want << (c / 32);
+        if (cta.tmem_columns & (want << (c / 32))) continue;
+        cta.tmem_columns |= want << (c / 32);
         cta.tmem_allocations.push_back({c, n});
         uint32_t a = w.src<uint32_t>(o.x[0])[lowest(m)] + uint32_t(o.imm[0]);
         uint8_t* p = shared_pointer(*cta.cluster, a, 4, 4);
@@ -67,7 +67,7 @@ Next dealloc(Warp& w, const Op& o, uint32_t m) {  // tensor address, columns
         shadow_columns(cta, 0, 8, a & 0xffff, n, true, warp_access(w));
         for (uint32_t lane = 0; lane < TMEM_LANES; lane++)
             for (uint32_t c = 0; c < n; c++) cta.tmem[lane * TMEM_COLUMNS + (a & 0xffff) + c] = TMEM_POISON;
-        cta.tmem_columns[0] &= ~((n == 512 ? 0xffffull : (1ull << (n / 32)) - 1) << ((a & 0xffff) / 32));
+        cta.tmem_columns &= ~(((1u << (n / 32)) - 1) << ((a & 0xffff) / 32));
         cta.tmem_allocations.erase(cta.tmem_allocations.begin() + long(i));
         cta.cluster->events++;
         return Next::advance;

@@ -9,7 +9,7 @@ from functools import cache
 
 from .analysis import early_uses
 from .build import build
-from .lowering import NO_GUARD, Kernel
+from .lowering import Kernel
 
 COUNTERS = (
     "global_load",
@@ -113,7 +113,7 @@ class Program:
         operands: list[int] = []
         immediates: list[int] = []
         raw = bytearray()
-        pack = struct.Struct("<QIIIIHHBBH").pack
+        pack = struct.Struct("<QIIIIHHB3x").pack
         waits_for = {e.use: e.load for e in self.early_uses}
         for i, o in enumerate(kernel.operations):
             name, values = o.handler, o.immediates
@@ -123,13 +123,11 @@ class Program:
                 handler(name),
                 len(operands),
                 len(immediates),
-                o.guard if o.guard != NO_GUARD else NO_GUARD,
+                o.guard,
                 o.guard_xor,
                 len(o.operands),
                 len(values),
                 int(o.always),
-                0,
-                0,
             )
             operands += o.operands
             immediates += values

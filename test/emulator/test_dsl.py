@@ -15,8 +15,8 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from cute_emulator import ExecutionError, HazardError, emulate  # noqa: E402
 
-SWIZZLES = {"none": (0, 4, 3), "32B": (1, 4, 3), "64B": (2, 4, 3), "128B": (3, 4, 3)}
-WIDTH = {"none": 64, "32B": 16, "64B": 32, "128B": 64}
+SWIZZLES = {"none": (0, 4, 3), "32B": (1, 4, 3), "64B": (2, 4, 3), "128B": (3, 4, 3), "128B atom 32B": (2, 5, 2)}
+WIDTH = {"none": 64, "32B": 16, "64B": 32, "128B": 64, "128B atom 32B": 64}
 
 
 def tensor(t):
