@@ -8,6 +8,7 @@ or another machine never meets a stale library.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -90,11 +91,17 @@ def build(verbose: bool = False) -> tuple[Path, Path]:
     folder = sources()
     cxx, cc = _compiler("g++", "CXX"), _compiler("gcc", "CC")
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
+    out = cache_folder()
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "lock", "w") as lock:  # of several processes one builds, the others wait for it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build(folder, out, cxx, cc, version, verbose)
+
+
+def _build(folder: Path, out: Path, cxx: str, cc: str, version: str, verbose: bool) -> tuple[Path, Path]:
     files = sorted(folder.glob("*.cpp"))
     headers = [p.read_bytes() for p in sorted(folder.glob("*.h"))]
     common = [version.encode(), _machine().encode(), " ".join(_FLAGS).encode(), *headers]
-    out = cache_folder()
-    out.mkdir(parents=True, exist_ok=True)
     objects = []
     todo = []
     for f in files:
