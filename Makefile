@@ -9,8 +9,11 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && n=8; echo 
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
 # What `make test` runs, one after the other; `make test-dsa` runs one.
-AREAS      := dsa
-TESTS_dsa  := test/contracts test/dsa test/packaging
+AREAS               := dsa emulator pallas-triton tpu
+TESTS_dsa           := test/contracts test/dsa test/packaging
+TESTS_emulator      := test/emulator
+TESTS_pallas-triton := test/pallas_triton
+TESTS_tpu           := test/tpu
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow lint docs clean $(AREAS:%=test-%)
@@ -25,13 +28,15 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt
 	@echo "== setting up $(VENV) (pinned dependencies; minutes the first time)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -q -c requirements/constraints.txt "setuptools>=77" wheel ninja torch numpy
-	@SKIP_EXTENSION=1 $(PY) -m pip install -q -c requirements/constraints.txt --no-build-isolation -e ".[demo,dev]"
+	@SKIP_EXTENSION=1 $(PY) -m pip install -q -c requirements/constraints.txt --no-build-isolation -e ".[demo,dev,emulator,pallas-triton,tpu-aot]"
 	@touch $@
 
-# The C++ extension, rebuilt when its sources change.
-$(VENV)/.built: $(VENV)/.installed setup.py $(wildcard csrc/cpu/*)
+# The C++ extension and the emulator's core, rebuilt when their sources change.
+$(VENV)/.built: $(VENV)/.installed setup.py $(wildcard csrc/cpu/*) $(wildcard csrc/emulator/*)
 	@echo "== building the C++ extension"
 	@$(PY) setup.py -q build_ext --inplace
+	@echo "== building the emulator's core"
+	@$(PY) -m cute_emulator.build
 	@touch $@
 
 demo: setup ## train a small language model whose attention is this operator (about a minute)

@@ -1,0 +1,25 @@
+"""cute_emulator: runs compiled CuTe DSL kernels (Hopper and Blackwell) on a CPU and checks them for hazards.
+
+``emulate`` runs CuTe DSL calls on CPU tensors, ``run_ptx`` a kernel from PTX text. See docs/emulator.md.
+"""
+
+from .dsl import AsCuda, Gpu, emulate
+from .errors import EmulatorError, ExecutionError, HazardError, LaunchError, PtxSyntaxError, UnsupportedInstruction
+from .report import Hazard, LaunchReport, Report
+from .run import run_ptx
+
+__all__ = [
+    "AsCuda",
+    "EmulatorError",
+    "ExecutionError",
+    "Gpu",
+    "Hazard",
+    "HazardError",
+    "LaunchError",
+    "LaunchReport",
+    "PtxSyntaxError",
+    "Report",
+    "UnsupportedInstruction",
+    "emulate",
+    "run_ptx",
+]

@@ -1,0 +1,159 @@
+"""The C++ core through ctypes: programs, launches and what comes back."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from ctypes import POINTER, c_char_p, c_uint32, c_uint64, c_void_p
+from functools import cache
+
+from .analysis import early_uses
+from .build import build
+from .lowering import Kernel
+
+COUNTERS = (
+    "global_load",
+    "global_store",
+    "shared_load",
+    "shared_store",
+    "atomic_bytes",
+    "atomics",
+    "copy_async",
+    "tma_load",
+    "tma_store",
+    "tma_reduce",
+    "bulk_dsmem",
+    "tmem_load",
+    "tmem_store",
+    "exp",
+    "shared_passes",
+    "shared_accesses",
+    "async_ops",
+    "clusters",
+    "instructions",
+)
+
+
+class RawLaunch(ctypes.Structure):
+    _fields_ = (
+        ("grid", c_uint32 * 3),
+        ("block", c_uint32 * 3),
+        ("cluster", c_uint32 * 3),
+        ("dynamic_shared", c_uint32),
+        ("params", c_void_p),
+        ("regions", POINTER(c_uint64)),
+        ("region_names", POINTER(c_char_p)),
+        ("region_count", c_uint32),
+        ("strict_regions", c_uint32),
+        ("check", c_uint32),
+        ("profile", c_uint32),
+        ("schedule", c_uint32),
+        ("unused", c_uint32),
+        ("seed", c_uint64),
+        ("instruction_limit", c_uint64),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(build()[0]))
+    for name, result, arguments in (
+        ("emu_handler", c_uint64, [c_char_p]),
+        (
+            "emu_program",
+            c_void_p,
+            [
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_char_p,
+                c_uint64,
+                c_uint32,
+                c_uint32,
+                c_uint32,
+            ],
+        ),
+        ("emu_program_free", None, [c_void_p]),
+        ("emu_program_hits", POINTER(c_uint64), [c_void_p]),
+        ("emu_launch", c_void_p, [c_void_p, POINTER(RawLaunch)]),
+        ("emu_launch_free", None, [c_void_p]),
+        ("emu_launch_error", c_char_p, [c_void_p]),
+        ("emu_launch_fault", c_uint32, [c_void_p, POINTER(c_uint32)]),
+        ("emu_launch_counters", POINTER(c_uint64), [c_void_p]),
+        ("emu_launch_hazards", c_uint64, [c_void_p]),
+        ("emu_launch_hazard", c_char_p, [c_void_p, c_uint64]),
+        ("emu_launch_mma", c_char_p, [c_void_p]),
+        ("emu_launch_timeline", c_void_p, [c_void_p, POINTER(c_uint64)]),
+        ("emu_launch_warps", POINTER(c_uint64), [c_void_p, POINTER(c_uint64)]),
+    ):
+        f = getattr(lib, name)
+        f.restype, f.argtypes = result, arguments
+    return lib
+
+
+@cache
+def handler(name: str) -> int:
+    h = library().emu_handler(name.encode())
+    if not h:
+        raise KeyError(f"the C++ core has no handler {name!r}")
+    return h
+
+
+class Program:
+    """A kernel in the core's form."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.early_uses = early_uses(kernel.operations)
+        operands: list[int] = []
+        immediates: list[int] = []
+        raw = bytearray()
+        pack = struct.Struct("<QIIIIHHB3x").pack
+        waits_for = {e.use: e.load for e in self.early_uses}
+        for i, o in enumerate(kernel.operations):
+            name, values = o.handler, o.immediates
+            if i in waits_for:
+                name, values = "tmem.consume", (*values, waits_for[i], handler(name))
+            raw += pack(
+                handler(name),
+                len(operands),
+                len(immediates),
+                o.guard,
+                o.guard_xor,
+                len(o.operands),
+                len(values),
+                int(o.always),
+            )
+            operands += o.operands
+            immediates += values
+        special = [x for pair in kernel.special for x in pair]
+        lib = library()
+        self.handle = lib.emu_program(
+            bytes(raw),
+            len(kernel.operations),
+            struct.pack(f"<{len(operands)}I", *operands),
+            len(operands),
+            b"".join(int(v).to_bytes(8, "little", signed=v < 1 << 63) for v in immediates),
+            len(immediates),
+            kernel.constants,
+            len(kernel.constants),
+            struct.pack(f"<{len(special)}I", *special),
+            len(special),
+            kernel.register_bytes,
+            kernel.static_shared,
+            kernel.local_bytes,
+        )
+        self._free = lib.emu_program_free
+
+    def hits(self) -> list[int]:
+        """Executed warp instructions of each operation, over all launches so far."""
+        return library().emu_program_hits(self.handle)[: len(self.kernel.operations)]
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._free(self.handle)
