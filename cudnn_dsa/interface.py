@@ -6,7 +6,6 @@ and may be called directly. Callers differ in the layouts that they take (``cont
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -28,8 +27,6 @@ from cudnn_dsa.contracts.sparse_attention import (
     check_workspace,
 )
 from cudnn_dsa.streams import launch_scope
-
-logger = logging.getLogger(__name__)
 
 
 class _StringKeys:
@@ -199,6 +196,8 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
                     verify.check_forward(bundle)
                 backend.backward(problem, bundle, workspace, stream)
         written: list[Any] = [_deliver(tensors[name], ready[name]) for name in outputs]
+        # Kernels write through raw pointers; autograd must still see that what a graph saved has changed.
+        torch.autograd.graph.increment_version([x for name in outputs if (x := tensors[name]) is not None])
     return (Outputs if problem.direction == "forward" else Gradients)(*written)
 
 

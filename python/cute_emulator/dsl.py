@@ -126,7 +126,7 @@ def _launch(gpu: Gpu, config: int, kernel: int, arguments: int) -> None:
     for i in range(count):
         if ctypes.c_uint32.from_address(attributes + 72 * i).value == _CLUSTER_DIMENSION:
             cluster = struct.unpack("<3I", ctypes.string_at(attributes + 72 * i + 8, 12))
-    pointers = (ctypes.c_uint64 * len(entry.parameters)).from_address(arguments) if entry.parameters else []
+    pointers: Any = (ctypes.c_uint64 * len(entry.parameters)).from_address(arguments) if entry.parameters else []
     parameters = [ctypes.string_at(a, p.size) for a, p in zip(pointers, entry.parameters, strict=True)]
     report = launch(
         module,

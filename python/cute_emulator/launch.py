@@ -113,8 +113,9 @@ def launch(
     if all_regions:
         all_regions.append(Region(base, size, "the kernel's parameters"))
         all_regions += [
-            Region(ctypes.addressof(b), ctypes.sizeof(b), "a module variable") for b in program.kernel.globals
-        ]  # type: ignore[arg-type]
+            Region(ctypes.addressof(b), ctypes.sizeof(b), "a module variable")  # type: ignore[arg-type]
+            for b in program.kernel.globals
+        ]
     flat = (ctypes.c_uint64 * max(1, 2 * len(all_regions)))(*[x for r in all_regions for x in (r.base, r.size)])
     names = (ctypes.c_char_p * max(1, len(all_regions)))(*[r.name.encode() for r in all_regions])
     triple = ctypes.c_uint32 * 3
@@ -210,7 +211,7 @@ def launch(
             tuple(cluster),
             program.kernel.static_shared + dynamic_shared,
             hazards,
-            notes,  # type: ignore[arg-type]
+            notes,
             {k: int(values[i]) for i, k in enumerate(core.COUNTERS)},
             mma,
             [int(x) for x in warps[: n.value]],

@@ -61,9 +61,9 @@ class LaunchReport:
     ``warp_instructions`` the executed warp instructions by warp of the CTA, summed over the CTAs."""
 
     kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
+    grid: tuple[int, ...]  # (x, y, z)
+    block: tuple[int, ...]  # (x, y, z)
+    cluster: tuple[int, ...]  # (x, y, z)
     shared_bytes: int
     hazards: list[Hazard]
     notes: list[Hazard]  # what the PTX ISA does not promise, and today's hardware does

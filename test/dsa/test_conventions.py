@@ -131,3 +131,26 @@ def test_check_names_a_foreign_out(monkeypatch):
     monkeypatch.setenv("CUDNN_DSA_CHECK", "1")
     with pytest.raises(ContractError, match="out: expected the forward's result"):
         call(case)
+
+
+@pytest.mark.parametrize("name", ["random", "sink"])
+def test_check_passes_training_through_out_and_lse(monkeypatch, name):
+    """With a sink the gradient of lse takes a pass of its own, whose out is not used."""
+    monkeypatch.setenv("CUDNN_DSA_CHECK", "1")
+    case = make(name, torch.bfloat16, Sizes())
+    q, kv = case.q.requires_grad_(), case.kv.requires_grad_()
+    out, lse = cudnn_dsa.sparse_attention(
+        q, kv, case.topk_idxs, attn_sink=case.attn_sink, return_lse=True, backend="reference"
+    )
+    (out.float().sum() + lse.sum()).backward()
+    assert q.grad is not None
+
+
+def test_check_leaves_out_alone_where_delta_is_given(monkeypatch):
+    monkeypatch.setenv("CUDNN_DSA_CHECK", "1")
+    case = make("sink", torch.bfloat16, Sizes())
+    delta = (case.out.float() * case.dout.float()).sum(-1)
+    cudnn_dsa.sparse_attention_backward_wrapper(
+        case.q, case.kv, torch.zeros_like(case.out), case.dout, case.lse, case.attn_sink, case.topk_idxs,
+        case.softmax_scale, delta=delta, backend="reference",
+    )  # fmt: skip

@@ -302,3 +302,20 @@ def test_the_memory_of_verdicts_is_bounded(monkeypatch):
         case = make("sink", torch.float32, Sizes(s_q=s_q))
         interface.sparse_attention_backward(**arguments(case), backend="reference")
         assert len(interface._verdicts) <= 4
+
+
+def test_writing_a_given_output_is_seen_by_autograd(target):
+    """A graph that saved the tensor refuses to run backward with its new contents."""
+    case = usual(target)
+    call = {**arguments(case), "softmax_scale": case.softmax_scale, "backend": target.backend}
+    outputs = {
+        "dq": torch.ones_like(case.q),
+        "dkv": torch.ones_like(case.kv),
+        "d_sink": torch.ones_like(case.attn_sink),
+    }
+    for name, buffer in outputs.items():
+        weight = torch.ones_like(buffer, requires_grad=True)
+        product = (weight * buffer).sum()
+        interface.sparse_attention_backward(**call, **{name: buffer})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
