@@ -53,6 +53,8 @@ def sparse_attention(
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv", "topk_idxs")):
             raise ContractError(name, "a tensor", type(x).__name__)
+    if isinstance(softmax_scale, torch.Tensor):  # it would be taken as a number, without a gradient
+        raise ContractError("softmax_scale", "a number", "a tensor", "no gradient is computed for it")
     device_type = q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, kv = (_autocast(x, torch.get_autocast_dtype(device_type)) for x in (q, kv))

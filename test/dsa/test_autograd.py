@@ -351,3 +351,10 @@ def test_what_is_no_tensor_is_named(name):
     call = {"q": case.q, "kv": case.kv, "topk_idxs": case.topk_idxs, name: [1.0]}
     with pytest.raises(ContractError, match=f"{name}: expected a tensor, got list"):
         sparse_attention(**call)
+
+
+def test_a_learnable_scale_is_refused_rather_than_left_without_a_gradient():
+    case = make("random", torch.float32, SMALL)
+    scale = torch.nn.Parameter(torch.tensor(0.25))
+    with pytest.raises(ContractError, match="softmax_scale: expected a number, got a tensor"):
+        sparse_attention(case.q.requires_grad_(), case.kv, case.topk_idxs, softmax_scale=scale)
