@@ -59,7 +59,9 @@ def sparse_attention(
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, kv = (_autocast(x, torch.get_autocast_dtype(device_type)) for x in (q, kv))
     differentiable = (q, kv) if attn_sink is None else (q, kv, attn_sink)
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
+    # An exported program does not know yet whether it will train.
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
+    save = trains or torch.compiler.is_exporting()
     out, lse, _ = ops.sparse_attention_forward(
         q, kv, topk_idxs, attn_sink, topk_length, softmax_scale, head_dim_v, save, backend, deterministic, return_lse
     )

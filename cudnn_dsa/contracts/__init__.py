@@ -10,6 +10,7 @@ from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
 from cudnn_dsa.contracts.rules import (
     Dims,
     check_alias,
+    check_apart,
     check_choice,
     check_device,
     check_dtype,
@@ -26,6 +27,7 @@ __all__ = [
     "TensorSpec",
     "UnsupportedError",
     "check_alias",
+    "check_apart",
     "check_choice",
     "check_device",
     "check_dtype",

@@ -83,6 +83,16 @@ def check_layout(name: str, spec: TensorSpec, hint: str = "") -> None:
         raise UnsupportedError(name, "a contiguous tensor", got, hint)
 
 
+def check_apart(name: str, spec: TensorSpec) -> None:
+    """No two elements of ``spec`` share memory (an expanded tensor, overlapping windows): it can be written."""
+    span: Size = 1
+    for stride, size in sorted((s, n) for s, n in zip(spec.strides or (), spec.shape, strict=False) if n != 1):
+        if stride < span and spec.numel:
+            got = f"shape {format_shape(spec.shape)} with strides {format_shape(spec.strides or ())}"
+            raise ContractError(name, "a tensor whose elements lie apart", got)
+        span = stride * (size - 1) + span
+
+
 def check_range(name: str, value: Any, low: Any = None, high: Any = None, hint: str = "") -> None:
     """``low <= value <= high``, either bound optional; NaN is in no bounded range."""
     if (low is None or holds(value >= low)) and (high is None or holds(value <= high)):  # NaN fails both

@@ -17,6 +17,7 @@ from cudnn_dsa.contracts.errors import ContractError
 from cudnn_dsa.contracts.rules import (
     Dims,
     check_alias,
+    check_apart,
     check_choice,
     check_device,
     check_dtype,
@@ -262,6 +263,8 @@ def check_properties(specs: Mapping[str, TensorSpec | None], options: Options) -
             check_device(argument.name, spec, "q", q)
             if not (strided_outputs if argument.output else strided_inputs):
                 check_layout(argument.name, spec)
+            elif argument.output and not spec.is_contiguous:
+                check_apart(argument.name, spec)
     if isinstance(dims["S_kv"], int):  # a symbolic size is left as free as it is, and checked when it is known
         check_range("kv", dims["S_kv"], high=INT32_MAX, hint="S_kv: topk_idxs is int32")
     _check_companions(given, options)

@@ -78,8 +78,11 @@ def test_gradient_of_lse_alone_does_not_see_the_sink(target, sink):
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_gradients_of_out_and_lse_add(target, with_sink):
+@pytest.mark.parametrize("with_length", [False, True])
+def test_gradients_of_out_and_lse_add(target, with_sink, with_length):
     case = tuned(target, "sink" if with_sink else "random")
+    if with_length:
+        case.topk_length = torch.arange(1, 7, dtype=torch.int32, device=target.device)
     leaves = leaves_of(case)
     out, lse = attend(case, *leaves, backend=target.backend, return_lse=True)
     dlse = torch.linspace(-1, 2, lse.numel()).view(lse.shape).to(lse)
@@ -298,6 +301,10 @@ def test_export(target):
     other = tuned(target, s_q=11, s_kv=23)
     arguments = (other.q, other.kv, other.topk_idxs)
     torch.testing.assert_close(program.module()(*arguments), layer(*arguments))
+    with torch.no_grad():  # exported without gradients, it must still keep what training needs
+        frozen = torch.export.export(layer, (case.q, case.kv, case.topk_idxs))
+    (call,) = [node for node in frozen.graph.nodes if "sparse_attention_forward" in str(node.target)]
+    assert call.args[7] is True
     again = torch.export.export(layer.eval(), (case.q, case.kv, case.topk_idxs)).run_decompositions()
     assert any("sparse_attention_forward" in str(node.target) for node in again.graph.nodes)
 

@@ -9,6 +9,7 @@ from dsa_cases import CASES, Sizes, assert_gradients, bound, make
 
 import cudnn_dsa
 from cudnn_dsa import interface
+from cudnn_dsa.backends import reference
 
 H_AND_SIZES = [
     Sizes(s_q=1, heads=1, topk=5),
@@ -214,6 +215,39 @@ def test_end_to_end_at_large_logits(target):
         limit = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
         for have, want in zip(got, case.to("cpu").end_to_end_oracle(), strict=True):
             assert dsa_oracle.relative_error(have, want) <= limit
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_scales_of_zero_and_below(target, scale):
+    for dtype in target.dtypes:
+        case = make("random", dtype, Sizes(head_dim=target.head_dims[-1]))
+        case.softmax_scale = scale
+        out, lse = case.forward_oracle()
+        case.out, case.lse = out.to(dtype), lse.to(case.lse.dtype)
+        case = case.to(target.device)
+        assert_gradients("random", case, backward(target, case))
+        assert dsa_oracle.relative_error(forward(target, case).out, out) <= bound("random", dtype)
+
+
+@pytest.mark.parametrize("empty", ["s_q", "topk"])
+def test_nothing_is_added_where_nothing_is_selected(target, empty):
+    case = make("random", target.dtypes[0], Sizes(**{"head_dim": target.head_dims[-1], empty: 0})).to(target.device)
+    dkv = torch.full(case.kv.shape, 3.0, device=target.device)
+    backward(target, case, dkv=dkv, accumulate=True)
+    assert (dkv == 3).all()
+
+
+def test_the_reference_adds_its_chunks(monkeypatch):
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2 * 12 * (64 + 3 * 4))  # two queries a chunk
+    case = make("sink", torch.float64, Sizes(s_q=7))
+    case.topk_length = torch.tensor([3, 12, 5, 0, 9, 1, 7], dtype=torch.int32)
+    out, case.lse = case.forward_oracle()
+    case.out = out
+    got = interface.sparse_attention_backward(
+        case.q, case.kv, case.out, case.dout, case.lse, case.attn_sink, case.topk_idxs, case.softmax_scale,
+        case.topk_length, backend="reference",
+    )  # fmt: skip
+    assert_gradients("sink", case, got)
 
 
 def _cpu(x):

@@ -325,3 +325,18 @@ def test_a_misaligned_workspace_is_refused(monkeypatch, no_backend):
         interface_call({**call, "workspace": base[start + 16 :]})
     with pytest.raises(RuntimeError, match="a backend was entered"):
         interface_call({**call, "workspace": base[start:]})
+
+
+def test_outputs_that_share_memory_with_each_other_are_refused(no_backend):
+    case = make("sink", torch.float32, Sizes(heads=1, s_q=40))
+    dq = torch.zeros_like(case.q)
+    with pytest.raises(ContractError, match="dkv: expected memory of its own, apart from dq"):
+        interface_call(call_of(case, dq=dq, dkv=dq.view(case.kv.shape)))
+
+
+@pytest.mark.parametrize("strides", [(0, 64, 1), (64, 16, 1), (4, 1, 1)])
+def test_outputs_whose_own_elements_overlap_are_refused(no_backend, strides):
+    case = make("sink", torch.float32, Sizes())
+    dq = torch.zeros(6 * 4 * 64).as_strided((6, 4, 64), strides)
+    with pytest.raises(ContractError, match="dq: expected a tensor whose elements lie apart"):
+        wrapper_call(call_of(case, dq=dq))
