@@ -84,7 +84,7 @@ def describe_all(tensors: Mapping[str, Any]) -> dict[str, TensorSpec | None]:
 
 def resolve_deterministic(deterministic: bool | None) -> bool:
     """None follows ``torch.use_deterministic_algorithms``."""
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the value of a key is its first D_v columns. ``check`` is the only place where a
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -120,6 +121,34 @@ class Options:
     out_dtype: str | None = None
     dkv_dtype: str | None = None
     layout: str = "plan"
+
+    def __post_init__(self) -> None:
+        """Types first: an option is part of keys that compare by ==, in which 16.0 would stand for 16."""
+        for name, wanted in _OPTION_TYPES.items():
+            value = getattr(self, name)
+            if type(value) is wanted or (value is None and name in _OPTIONAL) or _is_symbolic(value):
+                continue
+            if wanted is not str and isinstance(value, _CONVERTIBLE[wanted]) and not isinstance(value, bool):
+                try:
+                    object.__setattr__(self, name, wanted(value))
+                    continue
+                except OverflowError:
+                    pass
+            raise ContractError(name, f"{_OPTION_WORDS[wanted]}", f"{value!r} ({type(value).__name__})")
+
+
+_OPTION_TYPES: dict[str, type] = {
+    "direction": str, "backend": str, "head_dim_v": int, "softmax_scale": float, "deterministic": bool,
+    "accumulate": bool, "block_tile": int, "q_cluster_mode": str, "layout": str,
+}  # fmt: skip
+_OPTIONAL = ("head_dim_v", "softmax_scale")
+_OPTION_WORDS = {str: "a string", int: "an integer", float: "a number", bool: "True or False"}
+# NumPy's scalars are numbers in this sense, tensors and arrays are not.
+_CONVERTIBLE: dict[type, type | tuple] = {int: numbers.Integral, float: numbers.Real, bool: ()}
+
+
+def _is_symbolic(value: object) -> bool:
+    return type(value).__name__ in ("SymInt", "SymFloat", "SymBool")
 
 
 @dataclass(frozen=True)

@@ -340,3 +340,38 @@ def test_outputs_whose_own_elements_overlap_are_refused(no_backend, strides):
     dq = torch.zeros(6 * 4 * 64).as_strided((6, 4, 64), strides)
     with pytest.raises(ContractError, match="dq: expected a tensor whose elements lie apart"):
         wrapper_call(call_of(case, dq=dq))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("softmax_scale", torch.tensor(0.25)),
+        ("softmax_scale", "x"),
+        ("softmax_scale", [1.0]),
+        ("softmax_scale", True),
+        ("softmax_scale", 10**400),
+        ("head_dim_v", 16.0),
+        ("block_tile", 64.0),
+        ("deterministic", "no"),
+        ("accumulate", 1),
+        ("backend", ["cpu"]),
+        ("q_cluster_mode", None),
+    ],
+)
+def test_options_of_a_wrong_type_are_named(no_backend, name, value):
+    call = call_of(make("sink", torch.float32, Sizes()))
+    with pytest.raises(ContractError, match=f"{name}: expected"):
+        interface.sparse_attention_backward(**call, **{"backend": "reference", name: value})
+
+
+def test_a_refused_option_leaves_nothing_behind():
+    """16.0 == 16 and hashes alike: the refused call must not be what the right one finds remembered."""
+    case = make("random", torch.float32, Sizes(head_dim=24))
+    call = (case.q, case.kv, case.topk_idxs)
+    with pytest.raises(ContractError, match="head_dim_v: expected an integer"):
+        interface.sparse_attention_forward(*call, head_dim_v=16.0, backend="reference")
+    assert interface.sparse_attention_forward(*call, head_dim_v=16, backend="reference").out.shape[-1] == 16
+    import numpy as np
+
+    for scale in (np.float32(0.25), np.float64(0.25), 1):
+        interface.sparse_attention_forward(*call, softmax_scale=scale, backend="reference")
