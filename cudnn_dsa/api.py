@@ -69,7 +69,7 @@ class SparseAttentionBackward(_Plan):
         sample_q: (S_q, H, D); sample_kv: (S_kv, D); sample_out, sample_dout: (S_q, H, D_v); sample_lse: (S_q, H);
         sample_attn_sink: (H,) or None; sample_topk_idxs: (S_q, K); sample_dq, sample_dkv: of q and kv, or None (then
             of their dtypes); sample_topk_length: (S_q,) or None; sample_delta: (S_q, H) or None.
-            Only shapes, dtypes, strides and devices matter.
+            Their values are not read and no tensor is kept; outputs must not share memory with inputs.
         softmax_scale: multiplier of q.k; None is D**-0.5.
         block_tile: 64 or 128; a hint.
         deterministic: True: bitwise equal from run to run. None follows

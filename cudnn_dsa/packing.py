@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from cudnn_dsa.autograd import sparse_attention
-from cudnn_dsa.contracts import Dims, check_dtype, check_shape, describe
+from cudnn_dsa.contracts import ContractError, Dims, TensorSpec, check_device, check_dtype, check_range, check_shape
+from cudnn_dsa.interface import describe_all
+
+
+def _specs(**tensors: Any) -> dict[str, TensorSpec]:
+    specs = describe_all(tensors)
+    for name, spec in specs.items():
+        if spec is None:
+            raise ContractError(name, "a tensor", "None")
+    return cast("dict[str, TensorSpec]", specs)
 
 
 def local_to_global(topk_idxs: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> torch.Tensor:
@@ -23,14 +32,16 @@ def local_to_global(topk_idxs: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seql
         (S_q, K), int32; -1 for an invalid entry, and for every entry of a query beyond the last sequence.
     """
     dims = Dims()
-    for name, tensor, shape in (
-        ("topk_idxs", topk_idxs, ("S_q", "K")),
-        ("cu_seqlens_q", cu_seqlens_q, ("B+1",)),
-        ("cu_seqlens_kv", cu_seqlens_kv, ("B+1",)),
-    ):
-        spec = describe(tensor)
+    specs = _specs(topk_idxs=topk_idxs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    shapes = {"topk_idxs": ("S_q", "K"), "cu_seqlens_q": ("B+1",), "cu_seqlens_kv": ("B+1",)}
+    for name, shape in shapes.items():
+        spec = specs[name]
         check_shape(name, spec, shape, dims)
         check_dtype(name, spec, ("int32",))
+        check_device(name, spec, "topk_idxs", specs["topk_idxs"])
+    check_range("cu_seqlens_q", dims["B+1"], low=1, hint="B + 1, the number of its entries")
+    if dims["B+1"] == 1:  # no sequence
+        return torch.full_like(topk_idxs, -1)
     rows = torch.arange(topk_idxs.shape[0], device=topk_idxs.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
     inside = sequence < cu_seqlens_q.shape[0] - 1
@@ -59,11 +70,11 @@ def sparse_attention_bshd(
         out (B, S, H, D_v); with ``return_lse`` also lse (B, S, H).
     """
     dims = Dims()
-    check_shape("q", describe(q), ("B", "S", "H", "D"), dims)
-    check_shape("kv", describe(kv), ("B", "T", "D"), dims)
-    check_shape("topk_idxs", describe(topk_idxs), ("B", "S", "K"), dims)
-    if topk_length is not None:
-        check_shape("topk_length", describe(topk_length), ("B", "S"), dims)
+    shapes = {"q": ("B", "S", "H", "D"), "kv": ("B", "T", "D"), "topk_idxs": ("B", "S", "K"), "topk_length": ("B", "S")}
+    specs = _specs(q=q, kv=kv, topk_idxs=topk_idxs, **({} if topk_length is None else {"topk_length": topk_length}))
+    for name, spec in specs.items():
+        check_shape(name, spec, shapes[name], dims)
+        check_device(name, spec, "q", specs["q"])
     batch, queries, keys = q.shape[0], q.shape[1], kv.shape[1]
     first_row = torch.arange(batch, device=q.device, dtype=torch.int32).mul(keys)[:, None, None]
     valid = (topk_idxs >= 0) & (topk_idxs < keys)

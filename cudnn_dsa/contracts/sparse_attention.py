@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from cudnn_dsa.contracts.errors import ContractError
+from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
 from cudnn_dsa.contracts.rules import (
     Dims,
     check_alias,
@@ -330,7 +330,9 @@ def _check_options(options: Options) -> None:
     check_choice("direction", options.direction, tuple(ARGUMENTS))
     check_choice("backend", options.backend, BACKENDS)
     check_choice("block_tile", options.block_tile, BLOCK_TILES)
-    check_choice("q_cluster_mode", options.q_cluster_mode, Q_CLUSTER_MODES)
+    if options.q_cluster_mode not in Q_CLUSTER_MODES:
+        modes = " or ".join(repr(mode) for mode in Q_CLUSTER_MODES)
+        raise UnsupportedError("q_cluster_mode", modes, repr(options.q_cluster_mode))
     if options.softmax_scale is not None and not math.isfinite(options.softmax_scale):
         raise ContractError("softmax_scale", "a finite number", str(options.softmax_scale))
 

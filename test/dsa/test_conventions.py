@@ -45,6 +45,22 @@ def test_local_to_global_refuses_by_name():
         local_to_global(idxs.long(), cu, cu)
 
 
+def test_packing_without_sequences_and_with_foreign_arguments():
+    idxs, none = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    assert (local_to_global(idxs, none, none) == -1).all()
+    with pytest.raises(ContractError, match="cu_seqlens_q: expected a value >= 1, got 0"):
+        local_to_global(idxs, none[:0], none[:0])
+    with pytest.raises(ContractError, match=r"cu_seqlens_q: expected device cpu \(that of topk_idxs\), got meta"):
+        local_to_global(idxs, none.to("meta"), none)
+    with pytest.raises(ContractError, match="topk_idxs: expected a strided tensor, got list"):
+        local_to_global([[1]], none, none)
+    q, kv = torch.zeros(2, 4, 1, 8), torch.zeros(2, 5, 8)
+    with pytest.raises(ContractError, match=r"topk_idxs: expected device cpu \(that of q\), got meta"):
+        sparse_attention_bshd(q, kv, torch.zeros(2, 4, 3, dtype=torch.int32, device="meta"))
+    with pytest.raises(ContractError, match="kv: expected a tensor, got None"):
+        sparse_attention_bshd(q, None, torch.zeros(2, 4, 3, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("with_length", [False, True])
 def test_bshd_equals_one_call_a_sequence(with_length):
     batch, sizes = 3, Sizes(s_q=4, s_kv=9, head_dim=8, topk=5)

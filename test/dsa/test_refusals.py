@@ -276,8 +276,9 @@ def test_accumulation_needs_a_wide_dkv():
 
 def test_a_mode_that_nothing_runs_is_not_implemented():
     case = make("sink", torch.bfloat16, Sizes())
-    with pytest.raises(NotImplementedError, match="q_cluster_mode"):
-        interface_call({**call_of(case), "q_cluster_mode": "adaptive_pair"})
+    for mode in ("adaptive_pair", "pairs"):
+        with pytest.raises(NotImplementedError, match="q_cluster_mode"):
+            interface_call({**call_of(case), "q_cluster_mode": mode})
 
 
 def test_d_sink_without_a_sink_is_refused():
