@@ -170,3 +170,11 @@ def test_check_leaves_out_alone_where_delta_is_given(monkeypatch):
         case.q, case.kv, torch.zeros_like(case.out), case.dout, case.lse, case.attn_sink, case.topk_idxs,
         case.softmax_scale, delta=delta, backend="reference",
     )  # fmt: skip
+
+
+def test_check_of_zero_is_off(monkeypatch):
+    case = make("sink", torch.bfloat16, Sizes())
+    case.lse = case.lse + 1
+    for off in ("", "0"):
+        monkeypatch.setenv("CUDNN_DSA_CHECK", off)
+        call(case)

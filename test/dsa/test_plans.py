@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -319,3 +320,58 @@ def test_writing_a_given_output_is_seen_by_autograd(target):
         interface.sparse_attention_backward(**call, **{name: buffer})
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+def test_a_verdict_belongs_to_its_device():
+    """Meta tensors of the same shapes come first, as when a module is initialised without memory."""
+    case = make("random", torch.float32, Sizes(heads=5, s_q=19))
+    inputs = (case.q, case.kv, case.topk_idxs)
+    cudnn_dsa.sparse_attention(*(x.to("meta") for x in inputs))
+    assert cudnn_dsa.sparse_attention(*inputs).device.type == "cpu"
+
+
+OTHER_VALUES = {
+    "direction": "forward", "heads": 7, "head_dim": 32, "head_dim_v": 31, "dtype": "bfloat16", "out_dtype": "float64",
+    "stat_dtype": "float64", "sink_dtype": None, "delta_dtype": "float32", "dkv_dtype": "bfloat16",
+    "has_topk_length": True, "deterministic": True, "accumulate": True, "block_tile": 128,
+    "q_cluster_mode": "adaptive_pair",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_the_kernel_key_holds_what_changes_the_code(field):
+    problem = _problem(make("sink", torch.float32, Sizes()))
+    assert replace(problem, **{field: OTHER_VALUES[field]}).kernel_key("sm_90a") != problem.kernel_key("sm_90a")
+
+
+def test_the_kernel_key_holds_the_address_width_and_the_architecture():
+    problem = _problem(make("sink", torch.float32, Sizes()))
+    wide = replace(problem, s_kv=2**26)
+    assert wide.wide_address
+    assert wide.kernel_key("sm_90a") != problem.kernel_key("sm_90a")
+    assert problem.kernel_key("sm_100a") != problem.kernel_key("sm_90a")
+
+
+def test_a_workspace_apart_from_every_other_tensor(monkeypatch):
+    monkeypatch.setattr(reference, "workspace_bytes", lambda problem: 256)
+    case = make("sink", torch.float32, Sizes())
+    base = torch.zeros(case.q.nbytes + 512, dtype=torch.uint8)
+    base = base[-base.data_ptr() % 256 :]
+    case.q = base[: case.q.nbytes].view(torch.float32).view(case.q.shape).copy_(case.q)
+    with pytest.raises(ContractError, match="workspace: expected memory of its own, apart from q"):
+        interface.sparse_attention_backward(**arguments(case), backend="reference", workspace=base[:256])
+
+
+def test_the_operator_passes_deterministic_on(monkeypatch):
+    seen = []
+    real = reference.backward
+    monkeypatch.setattr(
+        reference, "backward", lambda problem, *rest: (seen.append(problem.deterministic), real(problem, *rest))
+    )
+    case = make("random", torch.float32, Sizes())
+    for wanted in (True, False):
+        out = cudnn_dsa.sparse_attention(
+            case.q.requires_grad_(), case.kv, case.topk_idxs, deterministic=wanted, backend="reference"
+        )
+        out.sum().backward()
+    assert seen == [True, False]
