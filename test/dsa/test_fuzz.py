@@ -21,7 +21,7 @@ def draw(target, seed):
     """(name of the loosest bound, case, options) of one random problem."""
     r = random.Random(seed)
     dtype = r.choice(target.dtypes)
-    head_dims = (20, 64, 130, 512, 576) if target.wide else target.head_dims
+    head_dims = (3, 20, 64, 130, 512, 576) if target.wide else target.head_dims
     sizes = Sizes(
         s_q=r.randint(1, 24), s_kv=r.randint(8, 300), heads=r.choice((1, 2, 3, 8, 16, 17, 24, 33, 64, 96, 128)),
         head_dim=r.choice(head_dims), topk=r.randint(3, 200),
