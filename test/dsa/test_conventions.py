@@ -15,7 +15,7 @@ from cudnn_dsa import ContractError, local_to_global, lse_from_base2, lse_withou
 lengths = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths, st.data())
 def test_local_to_global_by_hand(q_lengths, data):
     kv_lengths = [data.draw(st.integers(0, 5)) for _ in q_lengths]
