@@ -17,7 +17,8 @@ def test_import_brings_no_framework(module):
 
 
 def test_import_takes_under_a_fifth_of_a_second():
-    code = "import time; t = time.perf_counter(); import cudnn_dsa; print(time.perf_counter() - t)"
+    """Of the processor's time: the clock on the wall also counts what else the machine does."""
+    code = "import time; t = time.process_time(); import cudnn_dsa; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(3)) < 0.2
 
 
