@@ -167,6 +167,8 @@ def test_fp32_dkv_and_accumulation(target):
         rounded = {} if target.wide else {torch.bfloat16: 2e-3, torch.float16: 3e-4}
         limit = rounded.get(dtype, 1e-12 if dtype == torch.float64 else 1e-5)
         assert dsa_oracle.relative_error(dkv - start, want) <= limit
+        fresh = backward(target, case, dkv=torch.full_like(start, torch.nan)).dkv
+        assert dsa_oracle.relative_error(fresh, want) <= limit
 
 
 def test_outputs_are_written_where_asked(target):
