@@ -149,6 +149,28 @@ def test_check_names_a_foreign_out(monkeypatch):
         call(case)
 
 
+@pytest.mark.parametrize(
+    ("s_q", "looked_at"), [(1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (7, [0, 2, 4, 6]), (10, [0, 3, 6, 9])]
+)
+def test_check_looks_at_rows_from_the_first_to_the_last(monkeypatch, s_q, looked_at):
+    """A forward that went wrong in one chunk of queries is most often wrong in a stretch of rows."""
+    monkeypatch.setenv("CUDNN_DSA_CHECK", "1")
+    case = make("sink", torch.bfloat16, Sizes(s_q=s_q))
+    for argument in ("lse", "out"):
+        right, seen = getattr(case, argument), []
+        for row in range(s_q):
+            wrong = right.clone()
+            wrong[row] += 1
+            setattr(case, argument, wrong)
+            try:
+                call(case)
+            except ContractError as error:
+                assert error.argument == argument
+                seen.append(row)
+        setattr(case, argument, right)
+        assert seen == looked_at
+
+
 @pytest.mark.parametrize("name", ["random", "sink"])
 def test_check_passes_training_through_out_and_lse(monkeypatch, name):
     """With a sink the gradient of lse takes a pass of its own, whose out is not used."""
