@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cudnn_dsa import ops
+from cudnn_dsa import ops, transforms
 from cudnn_dsa.contracts import ContractError
 
 
@@ -55,6 +55,10 @@ def sparse_attention(
             raise ContractError(name, "a tensor", type(x).__name__)
     if isinstance(softmax_scale, torch.Tensor):  # it would be taken as a number, without a gradient
         raise ContractError("softmax_scale", "a number", "a tensor", "no gradient is computed for it")
+    if transforms.active():
+        for name in ("q", "kv", "attn_sink"):
+            if tensors[name] is not None:
+                transforms.refuse_derivatives(name, tensors[name])
     device_type = q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, kv = (_autocast(x, torch.get_autocast_dtype(device_type)) for x in (q, kv))
