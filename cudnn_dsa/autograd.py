@@ -53,12 +53,12 @@ def sparse_attention(
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv", "topk_idxs")):
             raise ContractError(name, "a tensor", type(x).__name__)
+        if x is not None:
+            transforms.refuse_distributed(name, x)
+            if transforms.active():
+                transforms.refuse_derivatives(name, x)
     if isinstance(softmax_scale, torch.Tensor):  # it would be taken as a number, without a gradient
         raise ContractError("softmax_scale", "a number", "a tensor", "no gradient is computed for it")
-    if transforms.active():
-        for name in ("q", "kv", "attn_sink"):
-            if tensors[name] is not None:
-                transforms.refuse_derivatives(name, tensors[name])
     device_type = q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, kv = (_autocast(x, torch.get_autocast_dtype(device_type)) for x in (q, kv))

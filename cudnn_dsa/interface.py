@@ -165,10 +165,10 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
         options: the rest of the contract.
         launch: how to run it.
     """
-    if transforms.active():
-        for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor):
-                transforms.refuse_wrapped(name, tensor)
+    wrapped = transforms.active()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and (wrapped or type(tensor) not in _PLAIN_TENSORS):
+            transforms.refuse_wrapped(name, tensor)
     problem = gate(tensors, options)
     if launch.planned is not None:
         problem.check_same_plan(launch.planned)

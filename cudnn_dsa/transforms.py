@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cudnn_dsa.contracts import UnsupportedError
 
@@ -33,9 +34,19 @@ def refuse_derivatives(name: str, tensor: torch.Tensor) -> None:
         tensor = functorch.get_unwrapped(tensor)
 
 
+def refuse_distributed(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``UnsupportedError`` for a DTensor: which rows a rank needs is for the caller to say."""
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedError(name, "a local tensor", "a DTensor", "pass what to_local() or full_tensor() gives")
+
+
 def refuse_wrapped(name: str, tensor: torch.Tensor) -> None:
     """Raise ``UnsupportedError`` for everything that is not a tensor with memory of its own."""
     refuse_derivatives(name, tensor)
+    refuse_distributed(name, tensor)
+    expected = "a tensor with memory of its own"
     if functorch.is_functorch_wrapped_tensor(tensor):
         why = "cudnn_dsa.sparse_attention() works under torch.func.vmap"
-        raise UnsupportedError(name, "a tensor with memory of its own", "a batch of torch.func.vmap", why)
+        raise UnsupportedError(name, expected, "a batch of torch.func.vmap", why)
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(name, expected, f"a {type(tensor).__name__}")

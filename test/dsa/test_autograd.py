@@ -133,11 +133,10 @@ def test_forward_mode_is_refused_rather_than_zero(name, requires_grad):
 
 def test_forward_mode_is_refused_by_the_operator_itself():
     case = make("sink", torch.float64, SMALL)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="q: expected a tensor without a tangent"):
-        q = forward_ad.make_dual(case.q, case.q)
-        torch.ops.cudnn_dsa.sparse_attention_forward(
-            q, case.kv, case.topk_idxs, None, None, None, None, False, "reference", None, False
-        )
+    with forward_ad.dual_level():
+        call = (forward_ad.make_dual(case.q, case.q), case.kv, case.topk_idxs, None, None, None, None)
+        with pytest.raises(NotImplementedError, match="q: expected a tensor without a tangent"):
+            torch.ops.cudnn_dsa.sparse_attention_forward(*call, False, "reference", None, False)
 
 
 def transforms(f, x):
@@ -168,19 +167,47 @@ def test_derivatives_of_torch_func_are_refused_by_name(transform):
 def test_the_interface_refuses_what_torch_func_wraps(transform):
     """It works on memory: without these refusals a tangent would be lost, and a batch has no address."""
     case = make("random", torch.float64, SMALL)
-    call = {"kv": case.kv, "topk_idxs": case.topk_idxs, "backend": "reference"}
 
     def forward(q):
-        return cudnn_dsa.sparse_attention_forward_wrapper(q, **call).out
+        return cudnn_dsa.sparse_attention_forward_wrapper(q, case.kv, case.topk_idxs, backend="reference").out
 
+    def with_tangent():
+        with forward_ad.dual_level():
+            forward(forward_ad.make_dual(case.q, case.q))
+
+    calls = {
+        **transforms(forward, case.q),
+        "vmap": lambda: torch.func.vmap(forward)(torch.stack([case.q, case.q])),
+        "tangent": with_tangent,
+    }
     with pytest.raises(NotImplementedError, match="q: expected a tensor"):
-        if transform == "tangent":
-            with forward_ad.dual_level():
-                forward(forward_ad.make_dual(case.q, case.q))
-        elif transform == "vmap":
-            torch.func.vmap(forward)(torch.stack([case.q, case.q]))
-        else:
-            transforms(forward, case.q)[transform]()
+        calls[transform]()
+
+
+def test_tensors_of_tensors_are_refused_by_name(tmp_path):
+    """A DTensor is refused everywhere; the interface, which works on memory, refuses whatever else wraps tensors."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    case = make("random", torch.float64, SMALL)
+    call = (case.q, case.kv, case.topk_idxs)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for place, name in enumerate(("q", "kv", "topk_idxs")):
+            wrapped = list(call)
+            wrapped[place] = distribute_tensor(call[place], mesh, [Replicate()])
+            for entry in (sparse_attention, cudnn_dsa.sparse_attention_forward_wrapper):
+                with pytest.raises(NotImplementedError, match=rf"{name}: expected .*, got a DTensor \(.*to_local\(\)"):
+                    entry(*wrapped)
+    finally:
+        dist.destroy_process_group()
+    both = TwoTensor(case.q, case.q)
+    with pytest.raises(NotImplementedError, match="q: expected a tensor with memory of its own, got a TwoTensor"):
+        cudnn_dsa.sparse_attention_forward_wrapper(both, *call[1:], backend="reference")
+    out = sparse_attention(both, *call[1:], softmax_scale=case.softmax_scale)  # unwrapped by the dispatcher
+    assert dsa_oracle.relative_error(out.a, case.out) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
