@@ -60,8 +60,8 @@ class _Inputs(NamedTuple):
 
 
 def _p_and_ds(refs: _Inputs, keys: slice, limit, problem: Problem, dot) -> tuple[jax.Array, jax.Array]:
-    """P^T and dS^T of some keys of the tile against the tile's queries, (keys, tile q), in the dtype of the inputs. Keys
-    from ``limit`` on, if that is not None, do not exist."""
+    """P^T and dS^T of some keys of the tile against the tile's queries, (keys, tile q), in the dtype of the inputs.
+    Keys from ``limit`` on, if that is not None, do not exist."""
     s = dot(refs.k[keys, :], refs.q[...], NT) * problem.scale_log2e
     if refs.q_ids is not None:
         kv_ids = jnp.tile(refs.kv_ids[keys, :], (1, s.shape[1] // NUM_LANES))

@@ -12,9 +12,9 @@ on a device that would otherwise wait for the others.
 What makes the hops overlap. XLA may start a transfer at any time after its operands exist, and left alone it starts all
 of them first: the whole ring's communication before the first kernel, every hop's keys in memory at once. An
 ``optimization_barrier`` over (next keys, results so far) ends each hop: the next transfer cannot start before this
-hop's kernel is done, and the scheduler puts the kernel between a transfer's start and its end. The backward pass has one
-transfer more than hops, the sums' last way home: a device computes a part of its own keys' gradients beside its first
-transfer and the other part beside this one.
+hop's kernel is done, and the scheduler puts the kernel between a transfer's start and its end. The backward pass has
+one transfer more than hops, the sums' last way home: a device computes a part of its own keys' gradients beside its
+first transfer and the other part beside this one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def ring_attention(
         orig_q_seq_len, orig_kv_seq_len: how many of this device's S and T tokens exist, the first so many; whatever
             lies behind them, NaN included, has no influence. None: all. An int: so many on every device, at least one;
             nothing is masked. An int32 array of one number (shape () or (1,)): this device's own, from 0 to S or T
-            (others are clipped), for lengths that the ring does not divide; see :func:`local_seq_len`, or shard an
+            (clipped), for lengths that the ring does not divide; see :func:`local_seq_len`, or shard an
             array of all lengths over the axis.
         bidirectional: send keys both ways around the ring, half of them each.
         ulysses_axis_name: a second mesh axis that shards the sequence too (Jacobs et al. 2023, arXiv:2309.14509):
@@ -126,20 +126,16 @@ def ring_attention(
     Raises:
         ContractError: a ``ValueError`` that names the argument, what was expected and what came.
     """
-    own_q, own_kv = _own_length("orig_q_seq_len", orig_q_seq_len), _own_length("orig_kv_seq_len", orig_kv_seq_len)
-    problem = check_attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        orig_q_seq_len=orig_q_seq_len if own_q is None else None,
-        orig_kv_seq_len=orig_kv_seq_len if own_kv is None else None,
-    )
+    shared_q, own_q = _length("orig_q_seq_len", orig_q_seq_len)
+    shared_kv, own_kv = _length("orig_kv_seq_len", orig_kv_seq_len)
+    problem = check_attention(q, k, v, scale=scale, orig_q_seq_len=shared_q, orig_kv_seq_len=shared_kv)
     ring = Ring(axis_name, axis_size("axis_name", axis_name), bidirectional)
     shards = 1 if ulysses_axis_name is None else axis_size("ulysses_axis_name", ulysses_axis_name)
     for name, heads in (("H", problem.num_heads), ("H_kv", problem.num_kv_heads)):
         if heads % shards:
             raise ContractError("ulysses_axis_name", f"an axis whose size divides {name}={heads}", f"size {shards}")
+
+    own_kv = None if own_kv is None else jnp.clip(own_kv, 0, problem.kv_len)
 
     # Only valid tokens go through the all-to-all: the shards' tails would end up between the tokens.
     q, k, v = q[:, : problem.valid_q], k[:, : problem.valid_kv], v[:, : problem.valid_kv]
@@ -180,16 +176,15 @@ def axis_size(argument: str, name: Any) -> int:
         raise ContractError(argument, "the name of a mesh axis of an enclosing shard_map", repr(name)) from None
 
 
-def _own_length(argument: str, value: Any) -> jax.Array | None:
-    """The scalar in an array of one number; None for what is no array."""
+def _length(argument: str, value: Any) -> tuple[int | None, jax.Array | None]:
+    """A length that all devices share, or this device's own, a scalar."""
     if not isinstance(value, jax.Array):
-        return None
+        return value, None
     if value.size != 1:
-        raise ContractError(
-            argument, "an int, or an int32 array of one number: this device's own", f"shape {value.shape}"
-        )
+        expected = "an int, or an int32 array of one number: this device's own"
+        raise ContractError(argument, expected, f"shape {value.shape}")
     check_dtype(argument, describe(value), ("int32",))
-    return value.reshape(())
+    return None, value.reshape(())
 
 
 def _zero_from(length: jax.Array | None, x: jax.Array) -> jax.Array:
@@ -234,7 +229,7 @@ def _ring(q, k, v, lengths, plan: Plan, ring: Ring):
 def _ring_forward(q, k, v, lengths, plan: Plan, ring: Ring) -> _Partial:
     def attend(keys, moved: int) -> _Partial:
         kv_len = ring.length_of(lengths, moved)
-        return _Partial(*run_forward(q, *keys, None, None, plan, jnp.float32, kv_len))
+        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32, kv_len))
 
     ahead = {chain: ring.shift((k, v), chain.step) for chain in ring.chains_at(1)}
     state = attend((k, v), 0)
@@ -270,11 +265,21 @@ def _head_parts(problem: Problem, ring: Ring) -> list[tuple[slice, slice]]:
 def _ring_bwd(plan: Plan, ring: Ring, residuals, dout):
     # Or XLA would take the forward pass's first transfer for this one's and keep those keys until now.
     (q, k, v, lengths, out, lse), dout = lax.optimization_barrier((residuals, dout))
-    queries = (q, dout, lse_to_base2(lse), delta_rows(out, dout)[:, None, :])
+    lse2, delta = lse_to_base2(lse), delta_rows(out, dout)[:, None, :]
     dtypes = Gradients(jnp.float32, jnp.float32, jnp.float32)
 
-    def gradients(keys, moved: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Gradients:
-        x = Operands(*(x[part[0]] for x in queries), *(x[part[1]] for x in keys), kv_len=ring.length_of(lengths, moved))
+    everything = (slice(None), slice(None))
+
+    def gradients(keys, moved: int, part: tuple[slice, slice] = everything) -> Gradients:
+        x = Operands(
+            q=q[part[0]],
+            dout=dout[part[0]],
+            lse=lse2[part[0]],
+            delta=delta[part[0]],
+            k=keys[0][part[1]],
+            v=keys[1][part[1]],
+            kv_len=ring.length_of(lengths, moved),
+        )
         problem = dataclasses.replace(plan.problem, num_heads=len(x.q), num_kv_heads=len(x.k))
         return run_backward(x, dataclasses.replace(plan, problem=problem), dtypes)
 
