@@ -326,13 +326,13 @@ def _storages_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _input(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+    return None if tensor is None else tensor.resolve_neg().contiguous()
 
 
 def _output(name: str, given: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
     """Contiguous memory for an output: the caller's, a stage for it, or new."""
     if given is not None:
-        if given.is_contiguous():
+        if given.is_contiguous() and not given.is_neg():
             return given
         stage = torch.empty_like(given, memory_format=torch.contiguous_format)
         return stage.copy_(given) if name == "dkv" and problem.accumulate else stage

@@ -198,6 +198,29 @@ def test_the_wrapper_stages_strided_outputs(target, accumulate):
     assert_gradients("random", case, (dq, dkv - 1.0 if accumulate else dkv, None), limit=1e-5)
 
 
+@pytest.mark.parametrize("name", ["q", "kv", "out", "dout", "lse", "attn_sink", "dq", "dkv", "d_sink"])
+def test_a_lazy_negation_is_carried_out(target, name):
+    """torch._neg_view, and the imaginary part of a conjugate, hold the negative of what their memory does."""
+    case = usual(target)
+    call = {**arguments(case), "softmax_scale": case.softmax_scale, "backend": target.backend}
+    outputs = {
+        "dq": torch.zeros_like(case.q),
+        "dkv": torch.zeros_like(case.kv),
+        "d_sink": torch.zeros_like(case.attn_sink),
+    }
+    call |= outputs
+    lazy = torch._neg_view(-call[name]) if name in arguments(case) else torch._neg_view(outputs[name])
+    assert lazy.is_neg()
+    result = cudnn_dsa.sparse_attention_backward_wrapper(
+        **{k: v for k, v in {**call, name: lazy}.items() if k != "d_sink"}
+    )
+    assert_gradients("sink", case, result)
+    result = interface.sparse_attention_backward(**{**call, name: lazy})
+    assert_gradients("sink", case, result)
+    if name in outputs:
+        assert result[name] is lazy
+
+
 def test_a_workspace_of_the_right_size_is_used(monkeypatch):
     case = make("sink", torch.float32, Sizes())
     seen = []
@@ -237,6 +260,28 @@ def test_deterministic_follows_torch(monkeypatch):
         torch.use_deterministic_algorithms(False)
     interface.sparse_attention_backward(**call, deterministic=True)
     assert seen == [False, True, False, True]
+
+
+@pytest.mark.parametrize("stream", ["abc", 1.5, True, [0], object()])
+def test_what_is_no_stream_is_refused_on_every_device(stream):
+    """Code that is tried out on a CPU does not get its first error on the cluster."""
+    case = make("sink", torch.float32, Sizes())
+    forward = (case.q, case.kv, case.topk_idxs)
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    for call in (
+        lambda: plan.execute(**arguments(case), current_stream=stream),
+        lambda: cudnn_dsa.sparse_attention_backward_wrapper(**arguments(case), backend="reference", stream=stream),
+        lambda: cudnn_dsa.sparse_attention_forward_wrapper(*forward, backend="reference", stream=stream),
+        lambda: interface.sparse_attention_forward(*forward, backend="reference", current_stream=stream),
+    ):
+        with pytest.raises(TypeError, match="stream: expected a torch stream, an integer handle, a CUstream or None"):
+            call()
+
+
+def test_a_handle_means_nothing_on_a_cpu_and_is_taken():
+    case = make("sink", torch.float32, Sizes())
+    for stream in (None, 0, 7):
+        interface.sparse_attention_backward(**arguments(case), backend="reference", stream=stream)
 
 
 def test_two_streams_are_one_too_many():
