@@ -11,7 +11,6 @@ import torch
 
 from cudnn_dsa.streams import launch_scope, stream_or_handle
 
-
 DEVICE = torch.device("cuda", 0)
 
 
