@@ -80,7 +80,7 @@ def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream:
             share = torch.exp(torch.where(torch.isfinite(z) & has_key, sink.to(work) - z, -torch.inf))
             d_sink -= torch.where(share > 0, share * delta, 0).sum(0)
     if problem.accumulate:
-        t.dkv += dkv.to(t.dkv.dtype)
+        t.dkv.add_(dkv.to(t.dkv.dtype))
     else:
         t.dkv.copy_(dkv)
     if t.d_sink is not None:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from dsa_cases import Sizes, assert_gradients, make
 
 import cudnn_dsa
-from cudnn_dsa import DSA, ContractError, SparseAttentionBackward, SparseAttentionForward, backends, interface
+from cudnn_dsa import (
+    DSA,
+    ContractError,
+    SparseAttentionBackward,
+    SparseAttentionForward,
+    admission,
+    backends,
+    interface,
+)
 from cudnn_dsa.backends import reference
 
 ORDER = {
@@ -342,12 +351,12 @@ def test_a_remembered_verdict_still_sees_aliases_and_changes():
 
 
 def test_the_memory_of_verdicts_is_bounded(monkeypatch):
-    monkeypatch.setattr(interface, "_VERDICTS_KEPT", 4)
-    monkeypatch.setattr(interface, "_verdicts", {})
+    monkeypatch.setattr(admission, "_VERDICTS_KEPT", 4)
+    monkeypatch.setattr(admission, "_verdicts", {})
     for s_q in range(1, 12):
         case = make("sink", torch.float32, Sizes(s_q=s_q))
         interface.sparse_attention_backward(**arguments(case), backend="reference")
-        assert len(interface._verdicts) <= 4
+        assert len(admission._verdicts) <= 4
 
 
 def test_writing_a_given_output_is_seen_by_autograd(target):
@@ -395,6 +404,18 @@ def test_the_kernel_key_holds_the_address_width_and_the_architecture():
     assert wide.wide_address
     assert wide.kernel_key("sm_90a") != problem.kernel_key("sm_90a")
     assert problem.kernel_key("sm_100a") != problem.kernel_key("sm_90a")
+
+
+def test_a_remembered_hash_stays_in_its_process():
+    """Problems and options are keys whose hash is kept; that of a string is another one in another process."""
+    problem, options = _problem(make("sink", torch.float32, Sizes())), admission.BACKWARD
+    for thing, other in ((problem, replace(problem, heads=7)), (options, replace(options, block_tile=128))):
+        assert hash(thing) == hash(thing) == hash(replace(thing))
+        assert hash(thing) != hash(other)
+        again = pickle.loads(pickle.dumps(thing))
+        assert "_hash" not in vars(again)
+        assert again == thing
+        assert hash(again) == hash(thing)
 
 
 def test_a_workspace_apart_from_every_other_tensor(monkeypatch):
