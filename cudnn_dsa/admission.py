@@ -173,9 +173,10 @@ def check_addresses(tensors: Any, workspace: torch.Tensor | None, needed: int, v
             if workspace is not None:
                 _check_workspace(workspace, needed, tensors)
             return
-        end = max(end, start + size)
-        if written:
-            end_of_written = max(end_of_written, start + size)
+        if start + size > end:
+            end = start + size
+        if written and start + size > end_of_written:
+            end_of_written = start + size
 
 
 def _check_workspace(workspace: torch.Tensor, needed: int, tensors: Tensors) -> None:
