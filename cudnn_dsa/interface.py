@@ -30,21 +30,9 @@ __all__ = [
 
 
 @overload
-def run(
-    tensors: BackwardTensors,
-    options: Options,
-    stream: Any = None,
-    workspace: torch.Tensor | None = None,
-    planned: Problem | None = None,
-) -> Gradients: ...
+def run(tensors: BackwardTensors, options: Options, *launch: Any) -> Gradients: ...
 @overload
-def run(
-    tensors: ForwardTensors,
-    options: Options,
-    stream: Any = None,
-    workspace: torch.Tensor | None = None,
-    planned: Problem | None = None,
-) -> Outputs: ...
+def run(tensors: ForwardTensors, options: Options, *launch: Any) -> Outputs: ...
 def run(
     tensors: Any,
     options: Options,
