@@ -67,8 +67,8 @@ def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream:
 
         p = probabilities(selected, z)
         dp = torch.einsum("ihd,ikd->ihk", dout, k[..., :d_v])
-        # Of an entry that does not count, nothing may pass: dout or delta of an empty row can be anything.
-        ds = torch.where(valid[:, None], p * (dp - delta[..., None]) * t.softmax_scale, 0)
+        # Where p is 0 nothing may pass: dout or delta of an empty row can be anything, and dp can overflow.
+        ds = torch.where(p != 0, p * (dp - delta[..., None]) * t.softmax_scale, 0)
         t.dq[rows] = torch.einsum("ihk,ikd->ihd", ds, k).to(t.dq.dtype)
 
         q, dout = torch.where(has_key[..., None], q, 0), torch.where(has_key[..., None], dout, 0)
