@@ -93,7 +93,7 @@ const char* emu_launch_hazard(void* p, uint64_t i) {
     Hazard& h = static_cast<Launch*>(p)->hazards[i];
     text = h.kind + "\x1f" + h.what + "\x1f" + h.earlier_agent + "\x1f" + h.agent + "\x1f" + std::to_string(h.earlier_pc) +
            "\x1f" + std::to_string(h.pc) + "\x1f" + std::to_string(h.cta) + "\x1f" + std::to_string(h.address) + "\x1f" +
-           std::to_string(h.count);
+           std::to_string(h.count) + "\x1f" + (h.note ? "1" : "0");
     return text.c_str();
 }
 const char* emu_launch_mma(void* p) {
@@ -103,6 +103,7 @@ const char* emu_launch_mma(void* p) {
         text += e.first + "\x1f" + std::to_string(e.second.count) + "\x1f" + std::to_string(e.second.flops) + "\n";
     return text.c_str();
 }
+const char* emu_launch_printed(void* p) { return static_cast<Launch*>(p)->printed.c_str(); }
 const uint64_t* emu_launch_warps(void* p, uint64_t* n) {
     auto& w = static_cast<Launch*>(p)->warp_instructions;
     *n = w.size();

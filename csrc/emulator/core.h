@@ -102,6 +102,7 @@ struct MBarrier {
 
 struct NamedBarrier {
     uint32_t arrived = 0, expected = 0;
+    uint32_t votes = 0, voters = 0;  // barrier.red: threads whose predicate is true, threads that have one
     uint64_t generation = 0;
     Clock arriving;
 };
@@ -124,6 +125,7 @@ struct Warp {
     uint32_t current = 0;
     enum State : uint8_t { running, at_barrier, at_cluster_barrier, finished } state = running;
     uint32_t barrier_id = 0;
+    uint32_t barrier_votes = 0, barrier_voters = 0;  // of the last barrier it waited at
     uint64_t barrier_generation = 0, seen_events = ~0ull;
     uint64_t executed = 0;
     uint64_t delay = 0;  // scheduling turns it sits out
@@ -229,7 +231,7 @@ struct Launch {
     std::unordered_map<std::string, MmaCount> mma;
     std::vector<Hazard> hazards;
     std::unordered_map<uint64_t, size_t> hazard_index;
-    std::string error;
+    std::string error, printed;
     // where a fault happened
     Warp* fault_warp = nullptr;
     uint32_t fault_pc = 0;
@@ -249,6 +251,8 @@ struct Launch {
     void first_cta(uint64_t cluster, uint32_t id[3]) const;
     void hazard(const char* kind, const std::string& what, uint64_t earlier, uint32_t pc, Warp* warp, uint32_t address);
 };
+
+void note(Warp&, const char* kind, const char* what);  // once for each place
 
 // hazard-checking front doors (they do nothing when the checker is off)
 Access warp_access(Warp&);

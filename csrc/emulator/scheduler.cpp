@@ -140,8 +140,11 @@ static void release_barrier(Cta& cta, uint32_t id) {
     for (Warp* w : cta.warps)
         if (w->state == Warp::at_barrier && w->barrier_id == id && w->barrier_generation < b.generation) {
             learn(*w, b.arriving);
+            w->barrier_votes = b.votes;
+            w->barrier_voters = b.voters;
             w->state = Warp::running;
         }
+    b.votes = b.voters = 0;
     b.arriving.clear();
     cta.cluster->events++;
 }
@@ -152,8 +155,9 @@ static uint32_t live_threads(Cta& cta) {
     return n;
 }
 
-// bar.sync / bar.arrive / barrier.sync / barrier.arrive (PTX ISA, Parallel Synchronization: bar, barrier).
-Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait) {
+// bar.sync / bar.arrive / bar.red, barrier.* (PTX ISA, Parallel Synchronization: bar, barrier). `votes`: the lanes
+// whose predicate is true, of bar.red.
+Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait, const uint32_t* votes) {
     Cta& cta = *w.cta;
     if (id >= 16) fault("barrier %u: a CTA has 16 barriers", id);
     NamedBarrier& b = cta.named[id];
@@ -167,6 +171,7 @@ Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait) {
         publish(w);
     }
     b.arrived += 32;
+    if (votes) b.votes += uint32_t(__builtin_popcount(*votes & w.live)), b.voters += uint32_t(__builtin_popcount(w.live));
     uint32_t all = b.expected ? b.expected : live_threads(cta);
     if (wait) {
         w.state = Warp::at_barrier;
@@ -221,6 +226,13 @@ Next cluster_wait(Warp& w) {
 
 static void add_hazard(Launch& l, const char* kind, std::string what, Warp& w, uint32_t pc) {
     l.hazards.push_back({kind, std::move(what), "", "warp " + std::to_string(w.id), pc, pc, w.cta->rank, 0, 1});
+}
+
+void note(Warp& w, const char* kind, const char* what) {
+    Launch& l = *w.launch;
+    auto [found, is_new] = l.hazard_index.try_emplace(w.pc() | 1ull << 63, l.hazards.size());
+    if (is_new) l.hazards.push_back({kind, what, "", "warp " + std::to_string(w.id), w.pc(), w.pc(), w.cta->rank, 0, 0, true});
+    l.hazards[found->second].count++;
 }
 
 static void finish_warp(Warp& w) {

@@ -110,6 +110,12 @@ Target locate(Warp& w, const Op& o, uint32_t m, int64_t shape, uint32_t elements
     uint32_t a = w.src<uint32_t>(o.x[0])[lowest(m)] + uint32_t(o.imm[3]);
     Target t = {a >> 16, a & 0xffff, shape == S32x32b ? 2u : 1u, width(shape, elements)};
     uint32_t quadrant = (w.id % 4) * 32;
+    // The ISA wants the address of a lane that the warp may access. Kernels that run on B200s give every warp the address
+    // of lane 0 all the same, and each gets its own lanes.
+    if (quadrant && t.lane + 16 * t.blocks <= 32) {
+        note(w, "tensor memory address without the warp's lane", "tensor memory");
+        t.lane += quadrant;
+    }
     if (t.lane < quadrant || t.lane + 16 * t.blocks > quadrant + 32 || t.lane % 16)
         fault("warp %u (rank %u of its warpgroup) accesses tensor memory lane %u; it may access lanes %u to %u", w.id, w.id % 4, t.lane, quadrant, quadrant + 31);
     check_columns(*w.cta, t.column, t.columns);

@@ -6,9 +6,9 @@ import ctypes
 import struct
 from ctypes import POINTER, c_char_p, c_uint32, c_uint64, c_void_p
 from functools import cache
+from pathlib import Path
 
 from .analysis import early_uses
-from .build import build
 from .lowering import Kernel
 
 COUNTERS = (
@@ -54,9 +54,16 @@ class RawLaunch(ctypes.Structure):
     )
 
 
+def libraries() -> tuple[Path, Path]:
+    """What :func:`cute_emulator.build.build` returns; built on first use."""
+    from .build import build  # not above: `python -m cute_emulator.build` must find a module nobody has imported
+
+    return build()
+
+
 @cache
 def library() -> ctypes.CDLL:
-    lib = ctypes.CDLL(str(build()[0]))
+    lib = ctypes.CDLL(str(libraries()[0]))
     for name, result, arguments in (
         ("emu_handler", c_uint64, [c_char_p]),
         (
@@ -88,6 +95,7 @@ def library() -> ctypes.CDLL:
         ("emu_launch_hazards", c_uint64, [c_void_p]),
         ("emu_launch_hazard", c_char_p, [c_void_p, c_uint64]),
         ("emu_launch_mma", c_char_p, [c_void_p]),
+        ("emu_launch_printed", c_char_p, [c_void_p]),
         ("emu_launch_timeline", c_void_p, [c_void_p, POINTER(c_uint64)]),
         ("emu_launch_warps", POINTER(c_uint64), [c_void_p, POINTER(c_uint64)]),
     ):

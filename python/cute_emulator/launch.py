@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import re
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -147,13 +148,15 @@ def launch(
         def place(pc: int):
             return locate(entry, module.lines, operations[min(pc, len(operations) - 1)].line)
 
+        sys.stdout.write(lib.emu_launch_printed(handle).decode(errors="replace"))
         error = lib.emu_launch_error(handle).decode()
-        hazards = []
+        hazards: list[Hazard] = []
+        notes: list[Hazard] = []
         for i in range(lib.emu_launch_hazards(handle)):
-            kind, what, earlier_agent, agent, earlier, pc, cta, address, count = (
+            kind, what, earlier_agent, agent, earlier, pc, cta, address, count, note = (
                 lib.emu_launch_hazard(handle, i).decode().split("\x1f")
             )
-            hazards.append(
+            (notes if note == "1" else hazards).append(
                 Hazard(
                     kind,
                     what,
@@ -167,7 +170,6 @@ def launch(
                 )
             )
         after = program.hits()
-        notes = []
         for early in program.early_uses:
             count = after[early.use] - before[early.use]
             if count:
