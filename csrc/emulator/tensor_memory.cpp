@@ -153,7 +153,8 @@ Next load(Warp& w, const Op& o, uint32_t m) {
         EACH_LANE(l, m) {
             uint32_t row, column, v = 0;
             for (uint32_t h = 0; h <= packed; h++) {
-                place(shape, l, packed ? 2 * j + h : j, uint32_t(o.imm[4]), row, column);
+                place(shape, l, j, uint32_t(o.imm[4]), row, column);
+                if (packed) column = 2 * column + h;  // two adjacent columns of 16 bits each
                 uint32_t cell = memory[(t.lane + row) * TMEM_COLUMNS + t.column + column];
                 v |= packed ? (cell & 0xffff) << (16 * h) : cell;
             }
@@ -172,12 +173,14 @@ Next store(Warp& w, const Op& o, uint32_t m) {
     if (shape == S16x32bx2) shadow_columns(cta, t.lane / 16, 1, t.column + uint32_t(o.imm[4]), t.columns, true, tmem_access(w, w.tmem_store, "tcgen05.st"));
     uint32_t* memory = cta.tmem.data();
     w.launch->counters.tmem_store += uint64_t(n) * 128;
-    for (uint32_t j = 0; j < elements; j++) {
-        const uint32_t* s = w.src<uint32_t>(o.x[1 + (packed ? j / 2 : j)]);
+    for (uint32_t e = 0; e < elements; e++) {
+        uint32_t j = packed ? e / 2 : e, h = e % 2;
+        const uint32_t* s = w.src<uint32_t>(o.x[1 + j]);
         EACH_LANE(l, m) {
             uint32_t row, column;
             place(shape, l, j, uint32_t(o.imm[4]), row, column);
-            memory[(t.lane + row) * TMEM_COLUMNS + t.column + column] = packed ? s[l] >> (16 * (j % 2)) & 0xffff : s[l];
+            if (packed) column = 2 * column + h;
+            memory[(t.lane + row) * TMEM_COLUMNS + t.column + column] = packed ? s[l] >> (16 * h) & 0xffff : s[l];
         }
     }
     return Next::advance;

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from cute_emulator import Gpu, emulate  # noqa: E402
 
 CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
-CLUSTERS = 3  # what the occupancy query answers: few, so that persistent kernels take several tiles each
+MULTIPROCESSORS = 4  # few, so that persistent kernels take several tiles each
 
 
 ALIGNMENT = 256  # what CUDA's allocator gives at least
@@ -85,7 +85,7 @@ class OnCpu(TorchFunctionMode):
 def pretended_gpu(arch: str) -> Iterator[OnCpu]:
     """torch.cuda and the driver answer as if a device of ``arch`` were there."""
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None, wait_stream=lambda _: None)
-    properties = SimpleNamespace(multi_processor_count=CLUSTERS, major=CAPABILITY[arch][0], minor=0, name=arch)
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, major=CAPABILITY[arch][0], minor=0, name=arch)
     success = driver.CUresult.CUDA_SUCCESS
     answers = {
         "is_available": True,
@@ -107,7 +107,8 @@ def pretended_gpu(arch: str) -> Iterator[OnCpu]:
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
         for name in (n for n in vars(driver) if n.startswith("cu") and n[2:3].isupper()):
             stack.enter_context(mock.patch.object(driver, name, return_value=(success, 1)))
-        hardware = mock.Mock(**{"return_value.get_max_active_clusters.return_value": CLUSTERS})
+        hardware = mock.Mock()
+        hardware.return_value.get_max_active_clusters.side_effect = lambda size, *_: max(1, MULTIPROCESSORS // size)
         stack.enter_context(mock.patch.object(cutlass.utils, "HardwareInfo", hardware))
         stack.enter_context(mock.patch.object(cute_testing, "benchmark", return_value=1.0))
         on_cpu = stack.enter_context(OnCpu())

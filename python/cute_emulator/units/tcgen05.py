@@ -58,7 +58,7 @@ def _move(low: Lowering, ins: Instruction, what: str) -> None:
     if ins.has("red") or ins.has("stat"):
         raise ins.unsupported()
     packed = ins.has("pack::16b") or ins.has("unpack::16b")
-    n = _REGISTERS[shape] * repeat // (2 if packed else 1) or 1
+    n = _REGISTERS[shape] * repeat
     where, vector = (ins.operands[1], ins.operands[0]) if what == "ld" else (ins.operands[0], ins.operands[-1])
     names = registers(vector)
     if len(names) != n:
