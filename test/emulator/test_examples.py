@@ -35,6 +35,17 @@ GROUPED, HOPPER = "cute/blackwell/kernel/grouped_gemm/grouped_gemm.py", "cute/ho
 PRIMITIVES = "experimental/primitives"
 GROUPS = "--num_groups 4 --problem_sizes_mnkl (512,256,64,1),(16,384,256,1),(256,160,16,1),(640,64,48,1)"
 STORE = "--use_tma_store"
+PLAIN = """
+    async_pipeline bar_warp_sync barrier_cta_red barrier_cta_sync basic_types cp_async_bulk cp_async_bulk_prefetch
+    cp_async_mbarrier_arrive_cluster cp_async_mbarrier_arrive_cta cp_async_shared_global cp_async_shared_global_swizzled
+    elect_sync ldmatrix_stmatrix mapa mbarrier mbarrier_lifecycle pipeline_software_fill red redux_sync shfl_sync
+    vote_sync warp_named_barrier reduction/block_smem_reduce reduction/cluster_smem_reduce reduction/thread_vector_reduce
+    reduction/warp_vector_reduce
+""".split()  # noqa: SIM905
+TENSOR = """
+    1cta_mma_a_from_tmem 1cta_mma_basic 1cta_mma_mn_major 1cta_mma_pipeline 2cta_mma_basic 2cta_mma_tma_store
+    clusterMxN_2cta_mma mcast_clusterMxN_1cta_mma mcast_clusterMxN_2cta_mma tmem_ld_st
+""".split()  # noqa: SIM905
 EXAMPLES = [
     *(Example(f"{TUTORIAL}/fp16_gemm_{i}.py", "--mnk 512,512,256") for i in ("0", "1", "2", "3", "3_1", "4", "5")),
     Example(f"{TUTORIAL}/fp16_gemm_6.py", "--mnk 256,1024,128"),
@@ -56,7 +67,8 @@ EXAMPLES = [
     Example(GROUPED, f"{GROUPS} --mma_tiler_mn 256,128 --cluster_shape_mn 2,1 --use_2cta_instrs"),
     Example(
         GROUPED,
-        f"{GROUPS} --mma_tiler_mn 128,128 --cluster_shape_mn 1,2 --ab_dtype BFloat16 --a_major m --b_major n --c_major m",
+        f"{GROUPS} --mma_tiler_mn 128,128 --cluster_shape_mn 1,2 --ab_dtype BFloat16 "
+        "--a_major m --b_major n --c_major m",
     ),
     Example("cute/blackwell/kernel/attention/fmha/fmha.py", "--q_shape 1,256,2,64 --k_shape 1,256,2,64"),
     Example(f"{HOPPER}/dense_gemm.py", "--mnkl 512,384,256,1", "sm_90a"),
@@ -69,19 +81,8 @@ EXAMPLES = [
     ),
     Example(f"{HOPPER}/dense_gemm_fp8_2xacc.py", "--mnkl 256,256,256,1", "sm_90a"),
     Example("cute/hopper/kernel/cta_norm/cta_norm.py", "", "sm_90a"),
-    *(
-        Example(f"{PRIMITIVES}/{name}.py")
-        for name in (
-            "async_pipeline bar_warp_sync barrier_cta_red barrier_cta_sync basic_types cp_async_bulk cp_async_bulk_prefetch "
-            "cp_async_mbarrier_arrive_cluster cp_async_mbarrier_arrive_cta cp_async_shared_global "
-            "cp_async_shared_global_swizzled elect_sync ldmatrix_stmatrix mapa mbarrier mbarrier_lifecycle "
-            "pipeline_software_fill red redux_sync shfl_sync vote_sync warp_named_barrier reduction/block_smem_reduce "
-            "reduction/cluster_smem_reduce reduction/thread_vector_reduce reduction/warp_vector_reduce "
-            "tcgen05/1cta_mma_a_from_tmem tcgen05/1cta_mma_basic tcgen05/1cta_mma_mn_major tcgen05/1cta_mma_pipeline "
-            "tcgen05/2cta_mma_basic tcgen05/2cta_mma_tma_store tcgen05/clusterMxN_2cta_mma "
-            "tcgen05/mcast_clusterMxN_1cta_mma tcgen05/mcast_clusterMxN_2cta_mma tcgen05/tmem_ld_st"
-        ).split()
-    ),
+    *(Example(f"{PRIMITIVES}/{name}.py") for name in PLAIN),
+    *(Example(f"{PRIMITIVES}/tcgen05/{name}.py") for name in TENSOR),
 ]
 
 

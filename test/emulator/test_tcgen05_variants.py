@@ -114,9 +114,7 @@ def test_f16_accumulators() -> None:
 def test_packed_stores(shape: str, repeat: int, place_of) -> None:
     """``unpack::16b``: the two halves of a register go to two adjacent columns."""
     names = ", ".join(f"%r{20 + j}" for j in range(8))
-    operation = f"""
-  mov.b32 %r52, 0;"""
-    text = KERNEL.replace("@%p4 OPERATION2", "").replace("OPERATION", operation)
+    text = KERNEL.replace("@%p4 OPERATION2", "").replace("OPERATION", "")
     text = text.replace(
         "tcgen05.st.sync.aligned.32x32b.x8.b32 [%r13+256]",
         f"tcgen05.st.sync.aligned.{shape}.x{repeat}.unpack::16b.b32 [%r13]",
