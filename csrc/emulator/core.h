@@ -39,6 +39,7 @@ struct Op {
     uint32_t guard_xor;  // FULL for @!p
     uint16_t operands, immediates;
     bool always;  // called even if no lane passes the guard (branches)
+    uint8_t kind;  // what a warp's role is told by (WORK in core.py); 0: nothing of interest
 };
 
 struct Fault : std::runtime_error {
@@ -209,9 +210,9 @@ struct Counters {
 };
 
 struct MmaCount {
-    std::string shape;
-    uint64_t count, flops;
+    uint64_t count, flops, useful;  // useful: of rows of A and columns of B that are not zero throughout
 };
+constexpr uint32_t WORK_KINDS = 16;
 
 enum class Schedule : int { adversarial = 0, eager = 1 };
 
@@ -227,7 +228,7 @@ struct Launch {
     Random random{0};
     uint64_t instruction_limit = 0;
     Counters counters;
-    std::vector<uint64_t> warp_instructions;
+    std::vector<uint64_t> warp_instructions, warp_work;  // by warp of the CTA; by warp and kind
     std::unordered_map<std::string, MmaCount> mma;
     std::vector<Hazard> hazards;
     std::unordered_map<uint64_t, size_t> hazard_index;

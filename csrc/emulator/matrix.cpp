@@ -1,4 +1,6 @@
 // PTX ISA, Warp Level Matrix Instructions: ldmatrix, stmatrix, mma.sync.
+#include <algorithm>
+
 #include "lanes.h"
 
 namespace emu {
@@ -96,6 +98,14 @@ Next mma(Warp& w, const Op& o, uint32_t m) {
     MmaCount& count = w.launch->mma[key];
     count.count++;
     count.flops += 2ull * 16 * 8 * k;
+    uint64_t rows = 0, columns = 0;
+    for (auto& row : a) rows += std::any_of(row, row + k, [](float v) { return v != 0; });
+    for (uint32_t c = 0; c < 8; c++) {
+        bool any = false;
+        for (uint32_t j = 0; j < k; j++) any |= b[j][c] != 0;
+        columns += any;
+    }
+    count.useful += 2 * rows * columns * k;
     return Next::advance;
 }
 

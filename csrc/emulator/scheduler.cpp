@@ -306,7 +306,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
     Cluster& c = *w.cta->cluster;
     Program& p = *l.program;
     const Op* ops = p.ops.data();
-    uint64_t* hits = p.hits.data();
+    uint64_t *hits = p.hits.data(), *work = l.warp_work.data() + w.id * WORK_KINDS;
     const uint64_t begin = w.executed;
     bool failed = false;
     if (w.seen_events != c.events)
@@ -330,6 +330,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
                 }
             }
             hits[g.pc]++;
+            if (op.kind) work[op.kind]++;
             w.executed++;
             Next n = op.fn(w, op, mask);
             if (__builtin_expect(n == Next::advance, 1)) {
@@ -341,6 +342,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
             if (n == Next::converge) {
                 w.executed--;
                 hits[w.groups[w.current].pc]--;
+                work[op.kind] -= op.kind != 0;
                 w.groups[w.current].converging = true;
                 break;
             }
@@ -495,6 +497,7 @@ static void run_all(Launch& l) {
     uint32_t nctas = d[0] * d[1] * d[2], threads = b[0] * b[1] * b[2], nwarps = (threads + 31) / 32;
     if (!threads || threads > 1024) fault("a CTA of %u threads", threads);
     l.warp_instructions.assign(nwarps, 0);
+    l.warp_work.assign(nwarps * WORK_KINDS, 0);
     uint32_t shared_bytes = SHARED_BASE + l.program->static_shared + l.dynamic_shared;
     if (shared_bytes > 233472) fault("%u bytes of shared memory (with the 1024 reserved ones) exceed the 228 KiB of an SM", shared_bytes);
     std::vector<std::vector<uint8_t>> files(size_t(nctas) * nwarps);

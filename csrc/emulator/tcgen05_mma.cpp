@@ -45,6 +45,7 @@ struct Mma : AsyncOp {
         if (pair) peers[0] = c.ctas[own.rank & ~1u].get(), peers[1] = c.ctas[own.rank | 1].get();
         Access access = stream_access(*this, warp->tcgen05.agent, clock, true, true);
         static thread_local MmaTile tile;
+        uint64_t useful = 0;
         bool negate = (idesc >> 13 & 1) != (idesc >> 14 & 1);
         MatrixDescriptor db(b, false);
         for (uint32_t p = 0; p < size; p++) load_operand(*peers[p], db, 0, n / size, k, eb, idesc >> 16 & 1, tile, true, p * (n / size), 1.f, access);
@@ -66,6 +67,7 @@ struct Mma : AsyncOp {
             } else {
                 load_operand(cta, MatrixDescriptor(a, false), 0, rows, k, ea, idesc >> 15 & 1, tile, false, 0, negate ? -1.f : 1.f, access);
             }
+            useful += useful_flops(tile, rows, n, k);
             static thread_local float discard[TMEM_COLUMNS], half[MMA_MAX_M][MMA_MAX_N];
             uint32_t seen = 0;
             for (uint32_t fold = 0; fold < folds; fold++)
@@ -97,6 +99,7 @@ struct Mma : AsyncOp {
         MmaCount& count = c.launch->mma[key];
         count.count++;
         count.flops += 2ull * m * n * k;
+        count.useful += useful;
     }
 };
 

@@ -198,10 +198,15 @@ def launch(
         warps = lib.emu_launch_warps(handle, ctypes.byref(n))
         segments = lib.emu_launch_timeline(handle, ctypes.byref(n2 := ctypes.c_uint64()))
         timeline = list(struct.iter_unpack("<QQIIII", ctypes.string_at(segments, 32 * n2.value))) if n2.value else []
-        mma = {}
+        mma, useful = {}, 0
         for row in lib.emu_launch_mma(handle).decode().splitlines():
-            shape, count, flops = row.split("\x1f")
+            shape, count, flops, of_those = row.split("\x1f")
             mma[shape] = (int(count), int(flops))
+            useful += int(of_those)
+        done = lib.emu_launch_work(handle)
+        work = [
+            {k: int(done[16 * w + i]) for i, k in enumerate(core.WORK, 1) if done[16 * w + i]} for w in range(n.value)
+        ]
         opcodes: Counter[str] = Counter()
         for o, a, b in zip(operations, before, after, strict=True):
             if b > a:
@@ -216,7 +221,9 @@ def launch(
             notes,
             {k: int(values[i]) for i, k in enumerate(core.COUNTERS)},
             mma,
+            useful,
             [int(x) for x in warps[: n.value]],
+            work,
             dict(opcodes),
             seconds,
             [Segment(a, b, w, place(pc).line, why) for a, b, w, pc, why, _ in timeline],

@@ -39,8 +39,8 @@ PLAIN = """
     async_pipeline bar_warp_sync barrier_cta_red barrier_cta_sync basic_types cp_async_bulk cp_async_bulk_prefetch
     cp_async_mbarrier_arrive_cluster cp_async_mbarrier_arrive_cta cp_async_shared_global cp_async_shared_global_swizzled
     elect_sync ldmatrix_stmatrix mapa mbarrier mbarrier_lifecycle pipeline_software_fill red redux_sync shfl_sync
-    vote_sync warp_named_barrier reduction/block_smem_reduce reduction/cluster_smem_reduce reduction/thread_vector_reduce
-    reduction/warp_vector_reduce
+    vote_sync warp_named_barrier reduction/block_smem_reduce reduction/cluster_smem_reduce
+    reduction/thread_vector_reduce reduction/warp_vector_reduce
 """.split()  # noqa: SIM905
 TENSOR = """
     1cta_mma_a_from_tmem 1cta_mma_basic 1cta_mma_mn_major 1cta_mma_pipeline 2cta_mma_basic 2cta_mma_tma_store
