@@ -80,10 +80,12 @@ class Verdict:
         missing: (place, shape, dtype) of the outputs to allocate.
         spans: (place, bytes, whether it is written) of every tensor that has memory.
         planned: the plan's problem that this one was last compared with.
+        tested: the self-test need not be asked again.
     """
 
     __slots__ = (
         "as_given", "backend", "device", "given", "missing", "outputs", "planned", "problem", "scale", "spans",
+        "tested",
     )  # fmt: skip
 
     def __init__(self, specs: Mapping[str, TensorSpec | None], options: Options, plain: bool):
@@ -93,6 +95,7 @@ class Verdict:
         self.device = torch.device(problem.device)
         self.scale = problem.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
         self.planned: Problem | None = None
+        self.tested = False
         shapes = output_shapes(problem)
         self.as_given = plain and all(spec is None or spec.is_contiguous for spec in specs.values())
         self.outputs: list[int] = []

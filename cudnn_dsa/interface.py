@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import torch
 
-from cudnn_dsa import verify
+from cudnn_dsa import selftest, verify
 from cudnn_dsa.admission import BACKWARD, FORWARD, admit, by_name, check_addresses, gate, options_of, output_shapes
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts.errors import ContractError
@@ -54,6 +54,8 @@ def run(
     if planned is not None and planned is not verdict.planned:
         problem.check_same_plan(planned)
         verdict.planned = planned
+    if not verdict.tested:
+        verdict.tested = selftest.ensure(backend, problem)
     needed = backend.workspace_bytes(problem)
     check_addresses(tensors, workspace, needed, verdict)
 
