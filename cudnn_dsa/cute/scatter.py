@@ -8,7 +8,7 @@ fp32 make a vector reduction, so two neighbouring groups of eight are stored int
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cudnn_dsa.cute import ptx
 from cudnn_dsa.cute.softmax import accumulator_rows
@@ -57,8 +57,13 @@ class Targets:
         return Targets(odd == 1, tuple(offsets))
 
 
-def add(dkv: cute.Pointer, targets: Targets, acc: cute.Tensor, column: int) -> None:
-    """Add an accumulator of (64 keys, columns) to columns [column, ...) of the targets; dkv is (S_kv, head_dim) fp32."""
+def add(dkv: cute.Pointer, targets: Targets, acc: cute.Tensor, column: int, factor: Float32 | None = None) -> None:
+    """Add an accumulator of (64 keys, columns), times ``factor``, to columns [column, ...) of the targets.
+
+    dkv is (S_kv, head_dim) fp32.
+    """
+    if factor is not None:
+        acc.store(acc.load() * factor)
     values = accumulator_rows(acc)
     for half in range(2):
         even_row, odd_row = targets.offsets[2 * half : 2 * half + 2]

@@ -8,6 +8,13 @@ For a query, 64 of its heads and its selected keys, 64 at a time (V is the first
 
 Z2 and delta come from cute/prepare.py; the fp32 sums of dkv go to cute/finish.py.
 
+fp16. P and dS are rounded to fp16 for the products, and dS may lie anywhere below 2**-24 or above 2**16. So both are
+multiplied by a power of two, 2**gain: gain starts at 15, which keeps P below 2**16 and all 11 bits of a dS above 2**-28,
+and falls when a larger |dS| comes along; dQ is then rescaled like the output of an online softmax. dQ and dKV are
+divided again, exactly, as they leave. Matrix units also cut a sum off after every 16 terms, where rounding would be
+right: over 576 columns and at |s| = 200 that is as much as fp16 rounds P by. For fp16 each group of columns is summed
+from zero and the groups are added by ordinary instructions.
+
 Roles, three warpgroups of a persistent CTA:
 
     producer   warp 0: row numbers of valid keys, packed into tiles of 64; Q and dO by tensor copies
@@ -38,6 +45,8 @@ from cudnn_dsa.cute.ring import Ring
 
 CHUNK = 64  # columns of dkv computed and reduced at a time
 WARPS = 4  # of a warpgroup
+GAIN = 15  # the exponent that fp16's P and dS start with: P is at most 1
+SCORE_BARRIER = 1  # named barrier of the score warpgroup
 READ_ONCE = 0x12F0000000000000  # cache policy of tensor copies: evict_first
 
 
@@ -72,6 +81,7 @@ class BackwardSm90:
         self.head_tiles = config.head_tiles(heads)
         self.groups = config.groups(head_dim)
         self.chunks, self.chunks_v = head_dim // CHUNK, head_dim_v // CHUNK
+        self.scaled = dtype is cutlass.Float16  # P and dS carry a gain
 
     @cute.jit
     def __call__(
@@ -146,6 +156,8 @@ class BackwardSm90:
         rows_layout = cute.make_layout((config.row_stages, config.block_keys), stride=(config.block_keys, 1))
         s_rows = memory.allocate_tensor(Int32, rows_layout, byte_alignment=128)
         s_counts = memory.allocate_tensor(Int32, cute.make_layout(config.row_stages))
+        s_peaks = memory.allocate_tensor(Int32, cute.make_layout(WARPS))
+        s_gain = memory.allocate_tensor(Int32, cute.make_layout(1))
         stages = [config.row_stages, *[1] * len(self.groups), 1, 1]
         barriers = memory.allocate_array(Int64, sum(map(Ring.barriers_of, stages)))
         rings = []
@@ -175,13 +187,13 @@ class BackwardSm90:
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_increase(config.registers[1])
             self.score(
-                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, thread,
-                row_ring, kv_rings, query_ring, p_ring,
+                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, s_peaks, s_gain,
+                thread, row_ring, kv_rings, query_ring, p_ring,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(config.registers[2])
             self.key_gradient(
-                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, thread,
+                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, s_gain, thread,
                 row_ring, kv_rings, query_ring, p_ring,
             )  # fmt: skip
 
@@ -260,8 +272,8 @@ class BackwardSm90:
 
     @cute.jit
     def score(
-        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, thread,
-        row_ring, kv_rings, query_ring, p_ring,
+        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, s_peaks, s_gain,
+        thread, row_ring, kv_rings, query_ring, p_ring,
     ):  # fmt: skip
         """S, dP, P, dS of each tile, and the first group of dQ."""
         block_keys = self.config.block_keys
@@ -291,23 +303,16 @@ class BackwardSm90:
                 if head < self.heads:
                     row_z2[r] = (z2 + (Int64(query) * self.heads + head)).load()
                     row_delta[r] = (delta + (Int64(query) * self.heads + head)).load()
-            for part in dq_parts:
-                part.acc.fill(0.0)
+            gain = Int32(GAIN)
+            self._clear(dq_parts)
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
             count = s_counts[row_ring.stage(slots)]
             while count > 0:
                 row_ring.arrive_empty(slots)
                 slots += 1
+                self._issue_scores(mma, acc_s, acc_dp, q_a, k_b, kv_rings, tiles)
                 wgmma.fence()
-                for group in cutlass.range_constexpr(len(self.groups)):
-                    kv_rings[group].wait_full(tiles)
-                    # The rows were written by cp.async, in the generic proxy; wgmma reads in the async proxy.
-                    cute.arch.fence_view_async_shared()
-                    first, columns = self.groups[group]
-                    chunks = (first // CHUNK, (first + columns) // CHUNK)
-                    wgmma.issue_chunks(mma, acc_s, q_a, k_b, chunks, group == 0)
-                wgmma.commit()
                 wgmma.issue_chunks(mma, acc_dp, dout_a, k_b, (0, self.chunks_v), True)
                 wgmma.commit()
                 wgmma.wait(1)
@@ -322,7 +327,18 @@ class BackwardSm90:
                         gradients[r, c] = softmax.score_gradient(
                             scores[r, c], gradients[r, c], row_delta[r], softmax_scale, valid
                         )
+                if cutlass.const_expr(self.scaled):
+                    lower = cutlass.min(gain, self._largest_gain(acc_dp, s_peaks, thread))
+                    self._rescale(dq_parts, lower - gain)
+                    gain = lower
+                    factor = softmax.power_of_two(gain)
+                    for i in cutlass.range_constexpr(cute.size(acc_s)):
+                        acc_s[i] *= factor
+                        acc_dp[i] *= factor
                 p_ring.wait_empty(tiles)
+                if cutlass.const_expr(self.scaled):
+                    if thread == 0:
+                        s_gain[0] = gain
                 cute.copy(store, store.retile(softmax.rounded(acc_s, self.dtype)), to_p)
                 cute.copy(store, store.retile(softmax.rounded(acc_dp, self.dtype)), to_ds)
                 cute.arch.fence_view_async_shared()  # stores, then read by wgmma
@@ -341,14 +357,58 @@ class BackwardSm90:
             slots += 1
             query_ring.arrive_empty(queries)
             queries += 1
-            self._store_query_gradient(dq_parts, dq, query, head_tile, thread)
+            self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
             work += cute.arch.grid_dim()[0]
+
+    def _issue_scores(self, mma, acc_s, acc_part, q_a, k_b, kv_rings, tiles) -> None:
+        """S, of each group of columns as it arrives. In fp16 ``acc_part`` holds a group's own sum."""
+        for group, (first, columns) in enumerate(self.groups):
+            kv_rings[group].wait_full(tiles)
+            # The rows were written by cp.async, in the generic proxy; wgmma reads in the async proxy.
+            cute.arch.fence_view_async_shared()
+            chunks = (first // CHUNK, (first + columns) // CHUNK)
+            apart = self.scaled and group > 0
+            wgmma.fence()
+            wgmma.issue_chunks(mma, acc_part if apart else acc_s, q_a, k_b, chunks, apart or group == 0)
+            if self.scaled:
+                wgmma.commit()
+            if apart:
+                wgmma.wait(0)
+                acc_s.store(acc_s.load() + acc_part.load())
+        if not self.scaled:
+            wgmma.commit()
+
+    @cute.jit
+    def _largest_gain(self, acc_ds, s_peaks, thread) -> Int32:
+        """The exponent that lifts the tile's largest |dS| just below 2**15."""
+        peak = Int32(0)
+        for i in cutlass.range_constexpr(cute.size(acc_ds)):
+            peak = cutlass.max(peak, softmax.bits(acc_ds[i]) & 0x7FFFFFFF)
+        peak = cute.arch.warp_redux_sync(peak, "max")
+        # Between the reads of one tile and the writes of the next lies the p_ring, which all warps wait for.
+        if thread % 32 == 0:
+            s_peaks[thread // 32] = peak
+        cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+        for warp in cutlass.range_constexpr(WARPS):
+            peak = cutlass.max(peak, s_peaks[warp])
+        return 14 - ((peak >> 23) - 127)
+
+    @cute.jit
+    def _rescale(self, parts, exponent: Int32):
+        """Multiply dQ by a power of two, which is 1 nearly always."""
+        if exponent != 0:
+            for part in parts:
+                part.acc.store(part.acc.load() * softmax.power_of_two(exponent))
+
+    def _clear(self, parts) -> None:
+        for part in parts:
+            part.acc.fill(0.0)
 
     # dkv warpgroup.
 
     @cute.jit
     def key_gradient(
-        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, thread,
+        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, s_gain, thread,
         row_ring, kv_rings, query_ring, p_ring,
     ):  # fmt: skip
         """dKV of each tile, reduced into dkv, and the other groups of dQ."""
@@ -364,8 +424,8 @@ class BackwardSm90:
         work = cute.arch.block_idx()[0]
         while work < s_q * self.head_tiles:
             query, head_tile = work // self.head_tiles, work % self.head_tiles
-            for part in dq_parts:
-                part.acc.fill(0.0)
+            gain = Int32(GAIN)
+            self._clear(dq_parts)
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
             count = s_counts[row_ring.stage(slots)]
@@ -374,6 +434,11 @@ class BackwardSm90:
                 row_ring.arrive_empty(slots)
                 slots += 1
                 p_ring.wait_full(tiles)
+                factor = None
+                if cutlass.const_expr(self.scaled):
+                    self._rescale(dq_parts, s_gain[0] - gain)
+                    gain = s_gain[0]
+                    factor = softmax.power_of_two(-gain)
                 wgmma.fence()
                 self._issue_chunk(mma, accs, p_a, dout_b, ds_a, q_b, 0)
                 for part in dq_parts:
@@ -391,7 +456,7 @@ class BackwardSm90:
                             ring.arrive_empty(tiles)
                     if cutlass.const_expr(chunk == self.chunks - 1):
                         p_ring.arrive_empty(tiles)
-                    scatter.add(dkv, targets, accs[chunk % 2], chunk * CHUNK)
+                    scatter.add(dkv, targets, accs[chunk % 2], chunk * CHUNK, factor)
                 tiles += 1
                 row_ring.wait_full(slots)
                 count = s_counts[row_ring.stage(slots)]
@@ -399,7 +464,7 @@ class BackwardSm90:
             slots += 1
             query_ring.arrive_empty(queries)
             queries += 1
-            self._store_query_gradient(dq_parts, dq, query, head_tile, thread)
+            self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
             work += cute.arch.grid_dim()[0]
 
     def _issue_chunk(self, mma, accs, p_a, dout_b, ds_a, q_b, chunk: int) -> None:
@@ -423,8 +488,10 @@ class BackwardSm90:
         return parts
 
     @cute.jit
-    def _store_query_gradient(self, parts, dq, query, head_tile, thread):
+    def _store_query_gradient(self, parts, dq, query, head_tile, gain, thread):
         """Columns of dq, of the heads that exist."""
+        if cutlass.const_expr(self.scaled):
+            self._rescale(parts, -gain)
         for part in parts:
             values = softmax.accumulator_rows(part.acc)
             place = softmax.accumulator_coordinates(

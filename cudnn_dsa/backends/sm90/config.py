@@ -48,8 +48,8 @@ class BackwardConfig:
         return [(first, min(step, columns - first)) for first in range(0, columns, step)]
 
     def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Of one CTA: Q, dO, a tile of keys, P and dS in 16 bits; row numbers and counts; barriers."""
+        """Of one CTA: Q, dO, a tile of keys, P and dS in 16 bits; row numbers, counts and gains; barriers."""
         tiles = self.block_heads * (head_dim + head_dim_v + 2 * self.block_keys) + self.block_keys * head_dim
-        rows = 4 * self.row_stages * (self.block_keys + 1)
+        rows = 4 * (self.row_stages * (self.block_keys + 1) + 5)
         barriers = 8 * 2 * (self.row_stages + len(self.groups(head_dim)) + 2)
         return 2 * tiles + -(-(rows + barriers) // 128) * 128
