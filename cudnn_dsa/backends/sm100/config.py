@@ -37,7 +37,7 @@ class Config:
     head_dim: int
     heads: int
     heads_tile: int
-    has_topk_length: bool
+    has_topk_length: bool = False
     head_dim_v: int = 512
     ring: int = 4  # tiles of row numbers that the index warp may be ahead
     registers: Registers = Registers()
@@ -85,6 +85,13 @@ class Config:
     def chunks(self) -> int:
         return self.full_chunks + (self.rest > 0)
 
+    def chunk_rows(self, chunk: int) -> int:
+        return CHUNK if chunk < self.full_chunks else self.rest
+
+    @cached_property
+    def head_tiles(self) -> int:
+        return -(-self.heads // self.heads_tile)
+
     @cached_property
     def lookahead_chunk(self) -> int:
         """The chunk before which the next tile's scores are issued: two of them stay in flight over it."""
@@ -129,31 +136,24 @@ class Config:
         return self.offset_tmem + 16
 
     @cached_property
-    def barriers(self) -> dict[str, tuple[int, int, int]]:
-        """name -> (index of the first one, how many, arrivals of a phase)."""
-        table = {
-            "rows_full": (self.ring, 32),
-            "rows_empty": (self.ring, 32 * len(self.reduce_warps)),
-            "kv_full": (self.kv_stages, 32 * len(self.gather_warps)),
-            "kv_empty": (self.kv_stages, 1),
-            "scores_full": (1, 1),
-            "p_full": (1, 32 * len(self.softmax_warps)),
-            "p_empty": (1, 1),
-            "dkv_full": (self.dkv_buffers, 1),
-            "dkv_empty": (self.dkv_buffers, 128),
-            "dq_full": (1, 1),
+    def rings(self) -> dict[str, tuple[int, int, int]]:
+        """name -> (stages, arrivals at ``full``, arrivals at ``empty``); commits of the tensor core count as one."""
+        return {
+            "rows": (self.ring, 1, len(self.reduce_warps)),
+            "kv": (self.kv_stages, len(self.gather_warps), 1),
+            "scores": (1, 1, 1),  # emptied by whoever fills p
+            "p": (1, len(self.softmax_warps), 1),
+            "dkv": (self.dkv_buffers, 1, len(self.reduce_warps) // 2),
+            "dq": (1, 1, 1),
         }
-        placed, first = {}, 0
-        for name, (count, arrivals) in table.items():
-            placed[name] = (first, count, arrivals)
-            first += count
-        return placed
 
     @cached_property
     def shared_bytes(self) -> int:
-        return self.offset_barriers + 8 * sum(count for _, count, _ in self.barriers.values())
+        return self.offset_barriers + 8 * sum(2 * stages for stages, _, _ in self.rings.values())
 
     # Tensor memory, columns. S lies in lanes 0-15 of each warp's 32, dP in lanes 16-31 of the same columns (M = 64).
+    tmem_dp = 16 << 16
+
     @cached_property
     def tmem_dkv(self) -> int:
         return self.heads_tile
@@ -174,3 +174,7 @@ class Config:
     @cached_property
     def tmem_end(self) -> int:
         return self.tmem_dq + self.dq_columns
+
+    @cached_property
+    def tmem_allocated(self) -> int:
+        return max(32, 1 << (self.tmem_end - 1).bit_length())
