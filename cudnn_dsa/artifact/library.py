@@ -1,0 +1,138 @@
+"""Where a kernel comes from: memory, a directory of ahead-of-time builds, the disk cache, or the compiler."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cudnn_dsa.artifact import build, driver, key
+from cudnn_dsa.artifact.cache import CACHE
+from cudnn_dsa.artifact.description import Artifact, Source
+from cudnn_dsa.artifact.kernel import Kernel
+from cudnn_dsa.contracts.sparse_attention import Problem
+
+logger = logging.getLogger(__name__)
+
+MAX_ARTIFACTS = 256  # kept in memory, some hundred KB each
+PACKAGED = Path(__file__).resolve().parent.parent / "kernels"  # what a wheel may carry
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+
+Sources = Callable[[Problem, str], Iterable[Source]]
+
+_lock = threading.Lock()
+_artifacts: dict[str, Artifact] = {}
+
+
+def load(sources: Sources, problem: Problem) -> Mapping[str, Kernel]:
+    """The loaded kernels of a problem, by name.
+
+    The first call for a kernel key finds or compiles them; later ones cost a dictionary look-up.
+
+    Args:
+        sources: of a backend: ``sources(problem, arch)``. What it returns may depend on what is in ``kernel_key`` only.
+        problem: the problem; its device says where.
+
+    Raises:
+        RuntimeError: a kernel has to be compiled and there is no CuTe DSL.
+        DriverError: there is no such GPU.
+    """
+    device = driver.current(problem.device)
+    name = (sources.__module__, problem.kernel_key(device.architectures[0]))
+    found = device.memory.kernels.get(name)
+    if found is None:
+        with device.memory.lock:
+            found = device.memory.kernels.get(name)
+            if found is None:
+                artifacts = artifacts_of(sources, problem, device.architectures)
+                found = {a.name: Kernel(a, device) for a in artifacts}
+                device.memory.keep(name, found)
+    return found
+
+
+def artifacts_of(sources: Sources, problem: Problem, architectures: tuple[str, ...]) -> list[Artifact]:
+    """The artifacts of a problem: built ahead of time for the first target that has them all, else for the first."""
+    for arch in architectures:
+        ahead = [_ahead_of_time(source) for source in sources(problem, arch)]
+        whole = [artifact for artifact in ahead if artifact is not None]
+        if len(whole) == len(ahead):
+            return whole
+    return [find(source) for source in sources(problem, architectures[0])]
+
+
+def find(source: Source) -> Artifact:
+    """The artifact of a source, compiled if it is nowhere to be found."""
+    ahead = _ahead_of_time(source)
+    if ahead is not None:
+        return ahead
+    digest = key.cache_key(source)
+    with _lock:
+        found = _artifacts.get(digest)
+    if found is not None:
+        return found
+
+    def make() -> dict[str, bytes]:
+        start = time.perf_counter()
+        files = build.compile_source(source).to_files()
+        logger.info("compiled %s for %s in %.1f s", source.name, source.arch, time.perf_counter() - start)
+        return files
+
+    artifact = Artifact.from_files(CACHE.get_or_make(digest, make))
+    with _lock:
+        while len(_artifacts) >= MAX_ARTIFACTS:
+            del _artifacts[next(iter(_artifacts))]
+        _artifacts[digest] = artifact
+    return artifact
+
+
+def directories() -> tuple[Path, ...]:
+    """Where ahead-of-time builds are looked for: ``CUDNN_DSA_KERNELS`` (paths with ``:`` between them), the package."""
+    given = os.environ.get("CUDNN_DSA_KERNELS", "")
+    return (*(Path(part).expanduser() for part in given.split(os.pathsep) if part), PACKAGED)
+
+
+def _ahead_of_time(source: Source) -> Artifact | None:
+    wanted = None
+    for folder in directories():
+        manifest = _manifest(folder)
+        if manifest:
+            wanted = wanted or key.identity(source)
+            if wanted in manifest:
+                return read(folder, manifest[wanted])
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _manifest(folder: Path) -> dict[str, Any]:
+    """identity -> {file: hash} of a directory that ``aot`` wrote; empty where there is none."""
+    try:
+        data = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return {}
+    if data["format"] != MANIFEST_FORMAT:
+        logger.warning("%s: of another version (format %s)", folder / MANIFEST, data["format"])
+        return {}
+    return {record["identity"]: record for record in data["kernels"]}
+
+
+def read(folder: Path, record: Mapping[str, Any]) -> Artifact:
+    """The artifact of a manifest's record.
+
+    Raises:
+        RuntimeError: a file is not the one that was written.
+    """
+    files = {}
+    for role, (name, digest) in record["files"].items():
+        data = (folder / name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise RuntimeError(f"{folder / name} is not the file that was built: build the directory again")
+        files[role] = data
+    return Artifact.from_files(files)
