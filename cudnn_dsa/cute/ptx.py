@@ -92,6 +92,13 @@ def power_of_two(exponent: Int32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def exponent(a: Float32, *, loc=None, ip=None) -> Int32:
+    """floor(log2(a)) of a normal, positive number; 128 of an infinity or a NaN, -127 below the normal range."""
+    bits = Int32(arith.bitcast(T.i32(), Float32(a).ir_value(loc=loc, ip=ip)))
+    return (bits >> 23) - 127
+
+
+@dsl_user_op
 def pack_halves(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
     """Two fp32 rounded to nearest even as bf16 or fp16, in one register; ``low`` has the lower address."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
