@@ -34,7 +34,7 @@ class Finish:
         """dkv (S_kv, D) from the fp32 sums of the same shape."""
         groups = Int64(s_kv) * (self.head_dim // scatter.GROUP)
         self.kernel(sums, dkv, s_kv).launch(
-            grid=(cutlass.Int32(cute.ceil_div(groups, THREADS)), 1, 1), block=(THREADS, 1, 1)
+            grid=(cutlass.Int32(cute.ceil_div(groups, THREADS)), 1, 1), block=(THREADS, 1, 1), smem=0
         )
 
     @cute.kernel

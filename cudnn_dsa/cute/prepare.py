@@ -49,7 +49,7 @@ class Prepare:
         """z2 and delta, (S_q, H) fp32, from out (S_q, H, D_v; 16-bit or fp32), dout, lse (S_q, H), attn_sink (H,),
         topk_idxs (S_q, K) and topk_length (S_q,)."""
         self.kernel(out, dout, lse, attn_sink, topk_idxs, topk_length, z2, delta, s_kv, topk).launch(
-            grid=(s_q, 1, 1), block=(THREADS, 1, 1)
+            grid=(s_q, 1, 1), block=(THREADS, 1, 1), smem=0
         )
 
     @cute.kernel
@@ -131,7 +131,7 @@ class SinkGradient:
     ):
         """d_sink (H,) from z2 and delta (S_q, H) and attn_sink (H,), all fp32."""
         self.kernel(z2, delta, attn_sink, d_sink, s_q).launch(
-            grid=(cute.ceil_div(self.heads, self.HEADS), 1, 1), block=(self.HEADS * self.ROWS, 1, 1)
+            grid=(cute.ceil_div(self.heads, self.HEADS), 1, 1), block=(self.HEADS * self.ROWS, 1, 1), smem=4 * self.HEADS * self.ROWS
         )
 
     @cute.kernel

@@ -52,6 +52,17 @@ def red_add_v4(target: cute.Pointer, values, enabled: cutlass.Boolean, *, loc=No
 
 
 @dsl_user_op
+def red_add(target: cute.Pointer, value: Float32, *, loc=None, ip=None) -> None:
+    """Add one fp32 to global memory, without a result and without an order; kept in L2 like ``red_add_v4``."""
+    operands = [target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)]
+    text = (
+        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
+        " red.relaxed.gpu.global.add.L2::cache_hint.f32 [$0], $1, policy; }"
+    )
+    _asm(None, operands, text, "l,f", True)
+
+
+@dsl_user_op
 def min_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """The smaller, or NaN if either is: a NaN of the inputs must reach the gradient, not vanish in a clamp."""
     operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
@@ -71,6 +82,20 @@ def exp2_approx(a: Float32, *, loc=None, ip=None) -> Float32:
     return Float32(
         _asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False)
     )
+
+
+@dsl_user_op
+def power_of_two(exponent: Int32, *, loc=None, ip=None) -> Float32:
+    """2 ** exponent, exact, for -126 to 127."""
+    bits = (Int32(exponent) + 127) << 23
+    return Float32(arith.bitcast(T.f32(), bits.ir_value(loc=loc, ip=ip)))
+
+
+@dsl_user_op
+def exponent(a: Float32, *, loc=None, ip=None) -> Int32:
+    """floor(log2(a)) of a normal, positive number; 128 of an infinity or a NaN, -127 below the normal range."""
+    bits = Int32(arith.bitcast(T.i32(), Float32(a).ir_value(loc=loc, ip=ip)))
+    return (bits >> 23) - 127
 
 
 @dsl_user_op

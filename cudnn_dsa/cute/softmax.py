@@ -37,12 +37,13 @@ def sink_share(sink2: Float32, z2: Float32) -> Float32:
     return ptx.choose(z2 == Float32.inf, 0.0, share)
 
 
-def probability(score: Float32, scale2: Float32, z2: Float32, valid: Boolean) -> Float32:
-    """p, exactly 0 where not ``valid``.
+def probability(score: Float32, scale2: Float32, z2: Float32, valid: Boolean, ceiling=0.0) -> Float32:
+    """p, exactly 0 where not ``valid``; times 2 ** ceiling, if that was taken off ``z2``.
 
-    The exponent is cut off at 0: Z2 bounds it up to rounding, but an lse that belongs to other tensors would not.
+    The exponent is cut off at ``ceiling``: Z2 bounds it up to rounding, but an lse that belongs to other tensors would
+    not.
     """
-    p = ptx.exp2_approx(ptx.min_nan(score * scale2 - z2, 0.0))
+    p = ptx.exp2_approx(ptx.min_nan(score * scale2 - z2, ceiling))
     return ptx.choose(valid, p, 0.0)
 
 

@@ -76,7 +76,8 @@ def arithmetic(low: Lowering, ins: Instruction) -> None:
         return
     if o in ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "fma"):
         raise ins.unsupported()
-    if ins.has("sat") or ins.has("relu"):
+    relu = ins.has("relu") and o in ("min", "max") and t == "s32"
+    if ins.has("sat") or (ins.has("relu") and not relu):
         raise ins.unsupported("modifier")
     operation = o
     if o in ("mul", "mad", "mul24"):
@@ -90,6 +91,9 @@ def arithmetic(low: Lowering, ins: Instruction) -> None:
     if operation == "abs":
         it = f"s{bits_of(t)}"
     _plain(low, ins, f"{operation}.{it}", [t] * n)
+    if relu:
+        d = low.destination(ins, ins.operands[0], 32)
+        low.emit("max.s32", (d, low.source(ins, ins.operands[0], t), low.constant(0, 32)))
 
 
 def _mixed(low: Lowering, ins: Instruction, o: str, t: str, n: int) -> None:

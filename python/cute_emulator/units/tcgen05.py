@@ -24,7 +24,7 @@ def tcgen05(low: Lowering, ins: Instruction) -> None:
         low.emit("tmem.dealloc", (low.source(ins, o[0], "b32"), low.source(ins, o[1], "b32")))
     elif what == "relinquish_alloc_permit":
         low.emit("tmem.relinquish", ())
-    elif what == "fence":
+    elif what in ("fence::before_thread_sync", "fence::after_thread_sync"):
         low.emit("nop", ())
     elif what == "wait::ld":
         low.emit("tmem.wait_ld", ())
