@@ -11,9 +11,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T
+from cutlass import Boolean, Float32
 
 from cudnn_dsa.cute import ptx
 
@@ -50,17 +48,6 @@ def probability(score: Float32, scale2: Float32, z2: Float32, valid: Boolean, ce
 def score_gradient(p: Float32, dp: Float32, delta: Float32, scale: Float32, valid: Boolean) -> Float32:
     """ds, exactly 0 where not ``valid``."""
     return ptx.choose(valid, p * (dp - delta) * scale, 0.0)
-
-
-def power_of_two(exponent: Int32) -> Float32:
-    """2.0**exponent, exact, for exponents of normal numbers; 0 below them, inf above."""
-    biased = cutlass.min(cutlass.max(exponent + 127, 0), 255)
-    return Float32(llvm.bitcast(T.f32(), Int32(biased << 23).ir_value()))
-
-
-def bits(value: Float32) -> Int32:
-    """The 32 bits of a number, whose order is that of non-negative numbers."""
-    return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value()))
 
 
 def accumulator_coordinates(thr_mma: cute.ThrMma, shape: tuple[int, int]) -> cute.Tensor:

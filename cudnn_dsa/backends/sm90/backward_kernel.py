@@ -331,7 +331,7 @@ class BackwardSm90:
                     lower = cutlass.min(gain, self._largest_gain(acc_dp, s_peaks, thread))
                     self._rescale(dq_parts, lower - gain)
                     gain = lower
-                    factor = softmax.power_of_two(gain)
+                    factor = ptx.power_of_two(gain)
                     for i in cutlass.range_constexpr(cute.size(acc_s)):
                         acc_s[i] *= factor
                         acc_dp[i] *= factor
@@ -383,7 +383,7 @@ class BackwardSm90:
         """The exponent that lifts the tile's largest |dS| just below 2**15."""
         peak = Int32(0)
         for i in cutlass.range_constexpr(cute.size(acc_ds)):
-            peak = cutlass.max(peak, softmax.bits(acc_ds[i]) & 0x7FFFFFFF)
+            peak = cutlass.max(peak, ptx.magnitude(acc_ds[i]))
         peak = cute.arch.warp_redux_sync(peak, "max")
         # Between the reads of one tile and the writes of the next lies the p_ring, which all warps wait for.
         if thread % 32 == 0:
@@ -398,7 +398,7 @@ class BackwardSm90:
         """Multiply dQ by a power of two, which is 1 nearly always."""
         if exponent != 0:
             for part in parts:
-                part.acc.store(part.acc.load() * softmax.power_of_two(exponent))
+                part.acc.store(part.acc.load() * ptx.power_of_two(exponent))
 
     def _clear(self, parts) -> None:
         for part in parts:
@@ -438,7 +438,7 @@ class BackwardSm90:
                 if cutlass.const_expr(self.scaled):
                     self._rescale(dq_parts, s_gain[0] - gain)
                     gain = s_gain[0]
-                    factor = softmax.power_of_two(-gain)
+                    factor = ptx.power_of_two(-gain)
                 wgmma.fence()
                 self._issue_chunk(mma, accs, p_a, dout_b, ds_a, q_b, 0)
                 for part in dq_parts:

@@ -1,6 +1,8 @@
 """The choices of the Hopper backward that are not part of the problem, and the sizes that follow from them."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+
+from cudnn_dsa.contracts.sparse_attention import Problem
 
 SHARED_BYTES = 232448  # 227 KB: what a CTA of compute capability 9.0 may have
 REGISTERS = 65536  # of a multiprocessor
@@ -36,6 +38,10 @@ class BackwardConfig:
             raise ValueError(f"registers {self.registers}: multiples of 8, {most} in all")
 
     @property
+    def key(self) -> tuple:
+        return astuple(self)
+
+    @property
     def threads(self) -> int:
         return WARPGROUP * len(self.registers)
 
@@ -53,3 +59,9 @@ class BackwardConfig:
         rows = 4 * (self.row_stages * (self.block_keys + 1) + 5)
         barriers = 8 * 2 * (self.row_stages + len(self.groups(head_dim)) + 2)
         return 2 * tiles + -(-(rows + barriers) // 128) * 128
+
+
+def backward_config(problem: Problem) -> BackwardConfig:
+    """The tiles of a problem's kernel; depends on its kernel key alone."""
+    # 512 columns leave the dkv warpgroup 32 accumulators fewer.
+    return BackwardConfig(registers=(24, 240, 240) if problem.head_dim == 512 else (24, 224, 256))
