@@ -131,13 +131,13 @@ class SinkGradient:
     ):
         """d_sink (H,) from z2 and delta (S_q, H) and attn_sink (H,), all fp32."""
         self.kernel(z2, delta, attn_sink, d_sink, s_q).launch(
-            grid=(cute.ceil_div(self.heads, self.HEADS), 1, 1), block=(self.HEADS * self.ROWS, 1, 1), smem=4 * self.HEADS * self.ROWS
+            grid=(cute.ceil_div(self.heads, self.HEADS), 1, 1),
+            block=(self.HEADS * self.ROWS, 1, 1),
+            smem=4 * self.HEADS * self.ROWS,
         )
 
     @cute.kernel
-    def kernel(
-        self, z2: cute.Pointer, delta: cute.Pointer, attn_sink: cute.Pointer, d_sink: cute.Pointer, s_q: Int32
-    ):
+    def kernel(self, z2: cute.Pointer, delta: cute.Pointer, attn_sink: cute.Pointer, d_sink: cute.Pointer, s_q: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         allocator = cutlass.memory.SmemAllocator()

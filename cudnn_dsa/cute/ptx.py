@@ -71,17 +71,13 @@ def min_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def log2_approx(a: Float32, *, loc=None, ip=None) -> Float32:
-    return Float32(
-        _asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False)
-    )
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False))
 
 
 @dsl_user_op
 def exp2_approx(a: Float32, *, loc=None, ip=None) -> Float32:
     """2**a to 2 ulp; 0 for -inf and below -126."""
-    return Float32(
-        _asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False)
-    )
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False))
 
 
 @dsl_user_op

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,16 @@ class Ring:
     def barriers_of(stages: int) -> int:
         """How many 8-byte mbarriers a ring takes."""
         return 2 * stages
+
+    @staticmethod
+    def create(memory, stages: "list[int]") -> "list[Ring]":
+        """A ring of each number of stages, their barriers allocated in shared memory."""
+        barriers = memory.allocate_array(Int64, sum(map(Ring.barriers_of, stages)))
+        rings = []
+        for count in stages:
+            rings.append(Ring(barriers, count))
+            barriers = barriers + Ring.barriers_of(count)
+        return rings
 
     def init(self, producers: int, consumers: int) -> None:
         """By one thread: how many arrivals complete ``full`` and ``empty``."""

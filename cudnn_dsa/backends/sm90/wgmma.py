@@ -3,17 +3,15 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode as Major
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import OperandMajorMode as Major
 
 ROWS = 64  # of a wgmma
 
 
 def tiled(dtype: type[cutlass.Numeric], columns: int, a_major: Major, b_major: Major) -> cute.TiledMma:
     """A 64 x ``columns`` product of one warpgroup, both operands in shared memory, fp32 accumulators."""
-    op = warpgroup.MmaF16BF16Op(
-        dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM, a_major, b_major
-    )
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM, a_major, b_major)
     return cute.make_tiled_mma(op)
 
 
@@ -26,18 +24,14 @@ def swizzled(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.Comp
 def columns_of(tensor: cute.Tensor, first: int, columns: int) -> cute.Tensor:
     """Columns [first, first + columns) of a swizzled tensor; whole chunks."""
     rows = cute.size(tensor, mode=[0])
-    return cute.make_tensor(
-        tensor.iterator + first * rows, swizzled(tensor.element_type, rows, columns).outer
-    )
+    return cute.make_tensor(tensor.iterator + first * rows, swizzled(tensor.element_type, rows, columns).outer)
 
 
 def chunks_of(tensor: cute.Tensor) -> cute.Tensor:
     """A swizzled tensor as (rows, 64, chunks)."""
     rows, columns = cute.size(tensor, mode=[0]), cute.size(tensor, mode=[1])
     chunk = swizzled(tensor.element_type, rows, 64).outer
-    layout = cute.make_layout(
-        (*chunk.shape, columns // 64), stride=(*chunk.stride, rows * 64)
-    )
+    layout = cute.make_layout((*chunk.shape, columns // 64), stride=(*chunk.stride, rows * 64))
     return cute.make_tensor(tensor.iterator, layout)
 
 
