@@ -10,9 +10,9 @@ from cutlass import Int32, Int64
 class Ring:
     """``stages`` buffers; the n-th use of the ring is stage n % stages, and n counts for the life of the CTA.
 
-    A producer waits for ``empty``, writes, and arrives at ``full``; a consumer waits for ``full``, reads, and arrives at
-    ``empty``. Whoever arrives does so once a warp (``arrive_*``), after its lanes have met, or through the completion of
-    its copies (``full(n)`` handed to a copy).
+    A producer waits for ``empty``, writes, and arrives at ``full``; a consumer waits for ``full``, reads, and arrives
+    at ``empty``. Whoever arrives does so once a warp (``arrive_*``), after its lanes have met, or through the
+    completion of its copies (``full(n)`` handed to a copy).
     """
 
     barriers: cute.Pointer

@@ -1,6 +1,7 @@
 """The Hopper backend (compute capability 9.0): CuTe-DSL kernels; D in (512, 576), bf16 and fp16.
 
-``backward_kernel.py`` is the kernel, ``config.py`` its tiles and registers, ``sources.py`` the kernels that a problem
+``backward_kernel.py`` and ``forward_kernel.py`` are the kernels, ``producer.py``, ``scores.py``, ``epilogue.py`` and
+``wgmma.py`` what they share, ``config.py`` their tiles and registers, ``sources.py`` the kernels that a problem
 launches, ``plans.py`` the launches of a call. docs/sm90.md explains them. Nothing of the CuTe DSL is imported before a
 kernel has to be compiled.
 """
@@ -31,11 +32,9 @@ def unavailable(device: str) -> str | None:
 
 def supports(problem: Problem) -> str | None:
     p = problem
-    if p.direction != "backward":
-        return "there is no forward kernel here"
     if p.q_cluster_mode != "off":
         return "queries are not clustered here"
-    if p.deterministic:
+    if p.deterministic and p.direction == "backward":
         return "dkv is summed by atomics, in no fixed order"
     if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
         return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
@@ -49,6 +48,8 @@ def supports(problem: Problem) -> str | None:
 
 
 def workspace_bytes(problem: Problem) -> int:
+    if problem.direction == "forward":
+        return 0
     from cudnn_dsa.backends.sm90 import plans
 
     return plans.backward_workspace(problem).total
@@ -67,7 +68,9 @@ def fingerprint(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
-    raise NotImplementedError("there is no forward kernel here")
+    from cudnn_dsa.backends.sm90 import plans
+
+    plans.forward(problem, tensors, stream)
 
 
 def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None:

@@ -8,12 +8,10 @@ For a query, 64 of its heads and its selected keys, 64 at a time (V is the first
 
 Z2 and delta come from cute/prepare.py; the fp32 sums of dkv go to cute/finish.py.
 
-fp16. P and dS are rounded to fp16 for the products, and dS may lie anywhere below 2**-24 or above 2**16. So both are
-multiplied by a power of two, 2**gain: gain starts at 15, which keeps P below 2**16 and all 11 bits of a dS above 2**-28,
-and falls when a larger |dS| comes along; dQ is then rescaled like the output of an online softmax. dQ and dKV are
-divided again, exactly, as they leave. Matrix units also cut a sum off after every 16 terms, where rounding would be
-right: over 576 columns and at |s| = 200 that is as much as fp16 rounds P by. For fp16 each group of columns is summed
-from zero and the groups are added by ordinary instructions.
+fp16. P and dS are rounded for the products, and dS may lie anywhere below 2**-24 or above 2**16. So both are
+multiplied by a power of two, 2**gain: gain starts at 15, which keeps P below 2**16 and all 11 bits of a dS above
+2**-28, and falls when a larger |dS| comes along; dQ is then rescaled like the output of an online softmax. dQ and dKV
+are divided again, exactly, as they leave. For its scores see scores.py.
 
 Roles, three warpgroups of a persistent CTA:
 
@@ -36,14 +34,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cudnn_dsa.backends.sm90 import wgmma
-from cudnn_dsa.backends.sm90.config import WARPGROUP, BackwardConfig
-from cudnn_dsa.backends.sm90.producer import Dense, Rows, Selection, Work, feed, gather, split, tensor_map
-from cudnn_dsa.backends.sm90.wgmma import Major
+from cudnn_dsa.backends.sm90.config import WARPGROUP, WARPS, Config, backward_shared
+from cudnn_dsa.backends.sm90.epilogue import store_heads
+from cudnn_dsa.backends.sm90.producer import (
+    Dense,
+    Rows,
+    Selection,
+    Work,
+    feed,
+    gather,
+    row_tiles,
+    split,
+    swizzled_tile,
+    tensor_map,
+)
+from cudnn_dsa.backends.sm90.scores import issue_scores
+from cudnn_dsa.backends.sm90.wgmma import CHUNK, Major
 from cudnn_dsa.cute import ptx, scatter, softmax
 from cudnn_dsa.cute.ring import Ring
 
-CHUNK = 64  # columns of dkv computed and reduced at a time
-WARPS = 4  # of a warpgroup
 GAIN = 15  # the exponent that fp16's P and dS start with: P is at most 1
 SCORE_BARRIER = 1  # named barrier of the score warpgroup
 
@@ -86,7 +95,7 @@ class BackwardSm90:
 
     def __init__(
         self, dtype: type[cutlass.Numeric], heads: int, head_dim: int, head_dim_v: int, has_topk_length: bool,
-        config: BackwardConfig,
+        config: Config,
     ):  # fmt: skip
         self.dtype = dtype
         self.heads, self.head_dim, self.head_dim_v = heads, head_dim, head_dim_v
@@ -125,7 +134,7 @@ class BackwardSm90:
             s_q, s_kv, topk, softmax_scale,
         ).launch(
             grid=(grid, 1, 1), block=(self.config.threads, 1, 1),
-            smem=self.config.shared_bytes(self.head_dim, self.head_dim_v), min_blocks_per_mp=1,
+            smem=backward_shared(self.config, self.head_dim, self.head_dim_v), min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -164,7 +173,9 @@ class BackwardSm90:
                 feed(work, shared.rows, Selection(topk_idxs, lengths, topk, s_kv), operands, shared.query_ring)
             else:
                 threads = config.gather_warps * 32
-                gather(work, shared.rows, kv, shared.kv, self.groups, shared.kv_rings, thread - 32, threads)
+                gather(
+                    work, shared.rows, kv, shared.kv, self.head_dim, self.groups, shared.kv_rings, thread - 32, threads
+                )
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_increase(config.registers[1])
             self.score(shared, work, z2, delta, dq, softmax_scale, thread)
@@ -176,22 +187,20 @@ class BackwardSm90:
         config = self.config
         memory = cutlass.memory.SmemAllocator()
         tiles = [
-            self._tile(memory, *shape)
+            swizzled_tile(memory, self.dtype, *shape)
             for shape in (
                 (config.block_heads, self.head_dim), (config.block_heads, self.head_dim_v),
                 (config.block_keys, self.head_dim), (config.block_heads, config.block_keys),
                 (config.block_heads, config.block_keys),
             )
         ]  # fmt: skip
-        numbers = cute.make_layout((config.row_stages, config.block_keys), stride=(config.block_keys, 1))
-        s_rows = memory.allocate_tensor(Int32, numbers, byte_alignment=128)
-        s_counts = memory.allocate_tensor(Int32, cute.make_layout(config.row_stages))
+        numbers, counts = row_tiles(memory, config.row_stages, config.block_keys)
         s_peaks = memory.allocate_tensor(Int32, cute.make_layout(WARPS))
         s_gain = memory.allocate_tensor(Int32, cute.make_layout(1))
         row_ring, *kv_rings, query_ring, p_ring = Ring.create(
             memory, [config.row_stages, *[1] * len(self.groups), 1, 1]
         )
-        return Shared(*tiles, Rows(s_rows, s_counts, row_ring), s_peaks, s_gain, kv_rings, query_ring, p_ring)
+        return Shared(*tiles, Rows(numbers, counts, row_ring), s_peaks, s_gain, kv_rings, query_ring, p_ring)
 
     def _init_rings(self, shared: Shared) -> None:
         """How many arrivals complete each barrier: warps, but for the threads whose copies arrive."""
@@ -201,10 +210,6 @@ class BackwardSm90:
         shared.query_ring.init(1, 2 * WARPS)
         shared.p_ring.init(WARPS, WARPS)
         cute.arch.mbarrier_init_fence()
-
-    def _tile(self, memory, rows: int, columns: int) -> cute.Tensor:
-        layout = wgmma.swizzled(self.dtype, rows, columns)
-        return memory.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     # Score warpgroup.
 
@@ -250,9 +255,11 @@ class BackwardSm90:
             while count > 0:
                 row_ring.arrive_empty(slots)
                 slots += 1
-                self._issue_scores(mma, acc_s, acc_dp, q_a, k_b, kv_rings, tiles)
+                issue_scores(
+                    mma, acc_s, acc_dp if self.scaled else None, q_a, k_b, self.groups, kv_rings, tiles, self.chunks
+                )
                 wgmma.fence()
-                wgmma.issue_chunks(mma, acc_dp, dout_a, k_b, (0, self.chunks_v), True)
+                wgmma.issue_chunks(mma, acc_dp, dout_a, k_b, (0, self.chunks_v), 0, True)
                 wgmma.commit()
                 wgmma.wait(1)
                 for r in cutlass.range_constexpr(2):
@@ -275,7 +282,7 @@ class BackwardSm90:
                         acc_s[i] *= factor
                         acc_dp[i] *= factor
                 p_ring.wait_empty(tiles)
-                if cutlass.const_expr(self.scaled):
+                if cutlass.const_expr(self.scaled):  # noqa: SIM102 (known when it is compiled)
                     if thread == 0:
                         shared.gain[0] = gain
                 cute.copy(store, store.retile(softmax.rounded(acc_s, self.dtype)), to_p)
@@ -298,24 +305,6 @@ class BackwardSm90:
             queries += 1
             self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
             item += cute.arch.grid_dim()[0]
-
-    def _issue_scores(self, mma, acc_s, acc_part, q_a, k_b, kv_rings, tiles) -> None:
-        """S, of each group of columns as it arrives. In fp16 ``acc_part`` holds a group's own sum."""
-        for group, (first, columns) in enumerate(self.groups):
-            kv_rings[group].wait_full(tiles)
-            # The rows were written by cp.async, in the generic proxy; wgmma reads in the async proxy.
-            cute.arch.fence_view_async_shared()
-            chunks = (first // CHUNK, (first + columns) // CHUNK)
-            apart = self.scaled and group > 0
-            wgmma.fence()
-            wgmma.issue_chunks(mma, acc_part if apart else acc_s, q_a, k_b, chunks, apart or group == 0)
-            if self.scaled:
-                wgmma.commit()
-            if apart:
-                wgmma.wait(0)
-                acc_s.store(acc_s.load() + acc_part.load())
-        if not self.scaled:
-            wgmma.commit()
 
     @cute.jit
     def _largest_gain(self, acc_ds, peaks, thread) -> Int32:
@@ -424,7 +413,7 @@ class BackwardSm90:
         parts = []
         for first, columns in groups:
             mma = wgmma.tiled(self.dtype, columns, Major.K, Major.MN)
-            keys = wgmma.transposed(wgmma.columns_of(shared.kv, first, columns))
+            keys = wgmma.transposed(wgmma.blocks_of(shared.kv, first, columns, 1, 0))[None, None, 0]
             a, b = wgmma.operands(mma, thread, shared.ds, keys)
             parts.append(QueryGradient(first, columns, mma, wgmma.accumulator(mma, columns), a, b))
         return parts
@@ -435,13 +424,7 @@ class BackwardSm90:
         if cutlass.const_expr(self.scaled):
             self._rescale(parts, -gain)
         for part in parts:
-            values = softmax.accumulator_rows(part.acc)
-            place = softmax.accumulator_coordinates(part.mma.get_slice(thread), (self.config.block_heads, part.columns))
-            for r in cutlass.range_constexpr(2):
-                head = head_tile * self.config.block_heads + place[r, 0][0]
-                if head < self.heads:
-                    column = part.first + place[r, 0][1]
-                    row = dq + ((Int64(query) * self.heads + head) * self.head_dim + column)
-                    words = cute.recast_ptr(row, dtype=Int32)
-                    for c in cutlass.range_constexpr(part.columns // 8):
-                        (words + c * 4).store(ptx.pack_halves(values[r, 2 * c], values[r, 2 * c + 1], self.dtype))
+            store_heads(
+                part.acc, part.mma, part.columns, thread, dq, query, head_tile * self.config.block_heads, self.heads,
+                self.head_dim, part.first,
+            )  # fmt: skip

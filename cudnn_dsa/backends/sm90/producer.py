@@ -19,7 +19,6 @@ from cudnn_dsa.cute import selection
 from cudnn_dsa.cute.gather import gather_columns
 from cudnn_dsa.cute.ring import Ring
 
-CHUNK = 64  # columns of a tensor copy: a 128-byte row
 READ_ONCE = 0x12F0000000000000  # cache policy of tensor copies: evict_first
 
 
@@ -64,10 +63,22 @@ class Dense(NamedTuple):
 def tensor_map(base: cute.Pointer, heads: int, columns: int, s_q: Int32, block_heads: int):
     """(map, coordinates) for copies of ``block_heads`` heads x 64 columns of one query; heads past H are zeros."""
     layout = cute.make_layout((heads, columns, s_q), stride=(columns, 1, heads * columns))
-    box = wgmma.swizzled(base.dtype, block_heads, CHUNK)
+    box = wgmma.swizzled(base.dtype, block_heads, wgmma.CHUNK)
     return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(base, layout), box, (block_heads, CHUNK)
+        cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(base, layout), box, (block_heads, wgmma.CHUNK)
     )
+
+
+def swizzled_tile(memory, dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.Tensor:
+    """A tile of shared memory in the layout of tensor copies, gather and wgmma."""
+    layout = wgmma.swizzled(dtype, rows, columns)
+    return memory.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def row_tiles(memory, stages: int, keys: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """(numbers, counts) of :class:`Rows`."""
+    numbers = memory.allocate_tensor(Int32, cute.make_layout((stages, keys), stride=(keys, 1)), byte_alignment=128)
+    return numbers, memory.allocate_tensor(Int32, cute.make_layout(stages))
 
 
 @cute.jit
@@ -98,7 +109,7 @@ def feed(
 
 def _copy(x: Dense, query: Int32, head_tile: Int32, barrier: cute.Pointer) -> None:
     block_heads = cute.size(x.tile, mode=[0])
-    source = cute.local_tile(x.source[None, None, query], (block_heads, CHUNK), (head_tile, None))
+    source = cute.local_tile(x.source[None, None, query], (block_heads, wgmma.CHUNK), (head_tile, None))
     shared, outside = cpasync.tma_partition(
         x.map, 0, cute.make_layout(1), cute.group_modes(wgmma.chunks_of(x.tile), 0, 2), cute.group_modes(source, 0, 2)
     )
@@ -109,13 +120,13 @@ def _copy(x: Dense, query: Int32, head_tile: Int32, barrier: cute.Pointer) -> No
 @cute.jit
 def gather(
     work: cutlass.Constexpr[Work], rows: cutlass.Constexpr[Rows], kv: cute.Pointer, tiles: cute.Tensor,
-    groups: cutlass.Constexpr[list], rings: cutlass.Constexpr[list],
+    head_dim: cutlass.Constexpr[int], groups: cutlass.Constexpr[list], rings: cutlass.Constexpr[list],
     thread: Int32, threads: cutlass.Constexpr[int],
 ):  # fmt: skip
     """By the other warps: the keys of each tile.
 
     Args:
-        tiles: a swizzled (keys, D) tensor a stage of the rings.
+        tiles: swizzled (keys, stages * D): a tile for each stage of the rings.
         groups: (first column, columns) of what each of ``rings`` hands over.
         thread: of ``threads``.
     """
@@ -123,7 +134,6 @@ def gather(
     slots = Int32(0)
     n = Int32(0)
     keys = cutlass.const_expr(cute.size(tiles, mode=[0]))
-    head_dim = cutlass.const_expr(cute.size(tiles, mode=[1]))
     item = cute.arch.block_idx()[0]
     while item < work.tiles:
         row_ring.wait_full(slots)
