@@ -1,5 +1,8 @@
 """Single PTX instructions that the DSL has no call for, or whose call says less than the instruction."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32

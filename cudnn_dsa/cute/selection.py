@@ -4,6 +4,9 @@ An entry of topk_idxs counts if it lies in [0, S_kv) and before topk_length. ``f
 into tiles, in their order, so that every tile but the last is full, and tiles without a valid key do not exist.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64

@@ -1,5 +1,8 @@
 """Accumulators of 64 heads to rows of (S_q, H, columns)."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64

@@ -21,6 +21,9 @@ Two tiles of keys fit beside Q, so S of the next tile is computed while P V of t
 Shared memory, D = 576: Q 72 KB, two tiles of K 144 KB, P 8 KB; row numbers, factors and barriers 1.8 KB.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 from typing import NamedTuple
 
 import cutlass

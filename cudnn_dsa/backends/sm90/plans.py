@@ -40,7 +40,8 @@ def backward_workspace(problem: Problem) -> Workspace:
     wanted = {"z2": (p.s_q, p.heads), "sums": (p.s_kv, p.head_dim)}
     if not p.has_delta:
         wanted["delta"] = (p.s_q, p.heads)
-    pieces, total = {}, 0
+    pieces: dict[str, tuple[int, tuple[int, ...]]] = {}
+    total = 0
     for name, shape in wanted.items():
         pieces[name] = (total, shape)
         total += -(-4 * math.prod(shape) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT

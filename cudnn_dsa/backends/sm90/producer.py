@@ -7,6 +7,9 @@ Warp 0 walks over the queries of the CTA: it starts the tensor copies of their d
 their valid rows into tiles. The other warps gather the rows of K of each tile, group of columns by group of columns.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 from typing import NamedTuple
 
 import cutlass

@@ -1,5 +1,8 @@
 """S = Q K^T of a tile, from groups of columns as they arrive."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass.cute as cute
 from cutlass import Int32
 

@@ -1,5 +1,8 @@
 """Warpgroup matrix products: operand views of swizzled shared memory, and products issued by one warpgroup."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
