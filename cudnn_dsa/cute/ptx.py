@@ -66,6 +66,14 @@ def red_add(target: cute.Pointer, value: Float32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def store_v4(target: cute.Pointer, words, *, loc=None, ip=None) -> None:
+    """Four 32-bit registers to 16 aligned bytes of global memory."""
+    operands = [target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
+    _asm(None, operands, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", True)
+
+
+@dsl_user_op
 def min_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """The smaller, or NaN if either is: a NaN of the inputs must reach the gradient, not vanish in a clamp."""
     operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
@@ -119,6 +127,18 @@ def choose(condition: cutlass.Boolean, first: Float32, second: Float32, *, loc=N
             cutlass.Boolean(condition).ir_value(loc=loc, ip=ip),
             Float32(first).ir_value(loc=loc, ip=ip),
             Float32(second).ir_value(loc=loc, ip=ip),
+        )
+    )
+
+
+@dsl_user_op
+def choose_word(condition: cutlass.Boolean, first: Int32, second: Int32, *, loc=None, ip=None) -> Int32:
+    """``choose`` of 32-bit registers."""
+    return Int32(
+        arith.select(
+            cutlass.Boolean(condition).ir_value(loc=loc, ip=ip),
+            Int32(first).ir_value(loc=loc, ip=ip),
+            Int32(second).ir_value(loc=loc, ip=ip),
         )
     )
 

@@ -363,6 +363,7 @@ class BackwardSm90:
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
             count = counts[row_ring.stage(slots)]
+            empty = count == 0
             while count > 0:
                 targets = scatter.Targets.create(numbers[row_ring.stage(slots), None], thread, self.head_dim)
                 row_ring.arrive_empty(slots)
@@ -390,13 +391,17 @@ class BackwardSm90:
                             ring.arrive_empty(tiles)
                     if cutlass.const_expr(chunk == self.chunks - 1):
                         p_ring.arrive_empty(tiles)
+                        # After the last tile Q and dO of the next query are copied while this chunk is reduced.
+                        row_ring.wait_full(slots)
+                        count = counts[row_ring.stage(slots)]
+                        if count == 0:
+                            query_ring.arrive_empty(queries)
                     scatter.add(dkv, targets, accs[chunk % 2], chunk * CHUNK, factor)
                 tiles += 1
-                row_ring.wait_full(slots)
-                count = counts[row_ring.stage(slots)]
+            if empty:
+                query_ring.arrive_empty(queries)
             row_ring.arrive_empty(slots)
             slots += 1
-            query_ring.arrive_empty(queries)
             queries += 1
             self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
             item += cute.arch.grid_dim()[0]
