@@ -204,11 +204,18 @@ BROKEN = {
     "waits for wgmma": (r"wgmma\.wait_group\.sync\.aligned\s+[012];", ""),
     "bytes of Q and dO": (r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>1024;"),
 }
-WAIT = re.compile(r"@P1 bra\.uni DONE;")  # how the DSL leaves the loop around a try_wait
-WAITS = 18  # of D = 512 with bf16
+# A wait for an mbarrier, and what never waits nor learns anything.
+WAIT = re.compile(r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\], %r\d+, \d+;")
+NO_WAIT = "setp.eq.u32 P1, 0, 0;"
+WAITS = 19  # of D = 512 with bf16, in the order of the PTX
+IMPLIED = {
+    1: "the first tile of a query's rows: Q is free only when the tiles of the query before it are",
+    13: "the other warps' part of dS: the emulator starts a wgmma when all four warps have come to it, hardware does not",
+    15: "Q and dO in the dkv warpgroup: P comes later",
+}
 
 
-def is_caught(case, pattern, replacement: str, seeds, hit=None) -> bool:
+def is_caught(case, pattern, replacement: str, seeds, hit: int | None = None) -> bool:
     """Whether a change of the kernel's PTX shows as a hazard, a deadlock or a wrong result under one of the seeds.
 
     ``hit``: which match to change; None is all of them.
@@ -227,7 +234,7 @@ def is_caught(case, pattern, replacement: str, seeds, hit=None) -> bool:
     for seed in seeds:
         try:
             got, _ = backward(case, transform=transform, multiprocessors=1, seed=seed)
-            assert_gradients("poisoned_rows", case, got)
+            assert_gradients("random", case, got)
         except (HazardError, ExecutionError, AssertionError):
             assert changed[0] > (hit or 0), "the line to break is not there"
             return True
@@ -241,12 +248,11 @@ def test_a_broken_kernel_is_caught(name: str) -> None:
     assert is_caught(case, *BROKEN[name], seeds=[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(WAITS))
+@pytest.mark.parametrize("index", [i for i in range(WAITS) if i not in IMPLIED])
 def test_every_wait_is_needed(index: int) -> None:
-    """One wait for an mbarrier left out; several seeds, since a race may be won."""
-    case = make("poisoned_rows", torch.bfloat16, replace(SIZES, s_q=3, head_dim=512, topk=500))
-    assert is_caught(case, WAIT, "bra.uni DONE;", range(6), index)
+    """Several tiles, the last one partial, of two queries of one CTA."""
+    case = make("random", torch.bfloat16, replace(SIZES, s_q=2, s_kv=700, head_dim=512, topk=650))
+    assert is_caught(case, WAIT, NO_WAIT, range(2), index)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
