@@ -1,8 +1,8 @@
 """The self-test: a kernel that has not run on a kind of device yet is compared with the reference first.
 
 A kernel that was only ever compiled for a device, or that another assembler changed, must not train anybody's model on
-wrong gradients. So before a kernel's first use on a device kind a tiny problem of the same kernel key runs on it and, in
-float64 on the CPU, through the reference backend. The verdict is kept in the cache, by device kind and the kernel's
+wrong gradients. So before a kernel's first use on a device kind a tiny problem of the same kernel key runs on it and,
+in float64 on the CPU, through the reference backend. The verdict is kept in the cache, by device kind and the kernel's
 fingerprint; a failure refuses the problem with a report (and is tested again in the next process).
 """
 
@@ -135,7 +135,8 @@ class _Sample:
     """Random tensors of a tiny problem, and the same problem in float64.
 
     The three queries have an empty row, a full one and, if there are lengths, a cut one. Keys stand at the start and
-    the end of a row, some of them invalid, some twice. Outputs and workspace start as NaN: what is not written is found.
+    the end of a row, some of them invalid, some twice. Outputs and workspace start as NaN: what is not written is
+    found.
     """
 
     problem: Problem
