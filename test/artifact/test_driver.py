@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from typing import Any
 
 import pytest
@@ -24,18 +25,20 @@ def test_structures_and_numbers_are_those_of_the_binding() -> None:
     theirs.gridDimX, theirs.gridDimY, theirs.gridDimZ = 1, 2, 3
     theirs.blockDimX, theirs.blockDimY, theirs.blockDimZ = 4, 5, 6
     theirs.sharedMemBytes, theirs.hStream = 7, cu.CUstream(0x1122334455)
-    ours = driver._Config((1, 2, 3), (4, 5, 6), 7, 0x1122334455)
-    assert bytes(ours)[:40] == ctypes.string_at(theirs.getPtr(), 40)
+    ours = driver._CONFIG.pack(1, 2, 3, 4, 5, 6, 7, 0x1122334455, 0, 0)
+    assert ours == ctypes.string_at(theirs.getPtr(), driver._CONFIG.size)
     attribute = cu.CUlaunchAttribute()
     attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 2, 3, 4
-    ours_too = driver._Attribute(driver._CLUSTER_DIMENSION, 0, (2, 3, 4))
-    assert bytes(ours_too)[:4] == ctypes.string_at(attribute.getPtr(), 4)
-    assert bytes(ours_too)[8:20] == ctypes.string_at(attribute.getPtr() + 8, 12)
-    assert ctypes.sizeof(driver._Attribute) == 72
-    theirs.attrs, theirs.numAttrs = [attribute], 1
-    address, count = struct.unpack("<QI", ctypes.string_at(theirs.getPtr() + 40, 12))
-    assert (count, ctypes.c_uint32.from_address(address).value) == (1, driver._CLUSTER_DIMENSION)
+    ours = driver._ATTRIBUTE.pack(driver._CLUSTER_DIMENSION, 2, 3, 4)
+    assert ours[:4] == ctypes.string_at(attribute.getPtr(), 4)
+    assert ours[8:20] == ctypes.string_at(attribute.getPtr() + 8, 12)
+    theirs.attrs, theirs.numAttrs = [attribute, attribute], 2
+    address, count = driver._CONFIG.unpack(ctypes.string_at(theirs.getPtr(), driver._CONFIG.size))[-2:]
+    assert count == 2
+    for i in range(2):
+        record = ctypes.string_at(address + i * driver._ATTRIBUTE.size, driver._ATTRIBUTE.size)
+        assert driver._ATTRIBUTE.unpack(record) == (driver._CLUSTER_DIMENSION, 2, 3, 4)
 
     function, device = cu.CUfunction_attribute, cu.CUdevice_attribute
     assert driver._MAX_DYNAMIC_SHARED == function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -92,13 +95,18 @@ class Driver:
         text._obj.value = b"what it means"
 
     def _cuLaunchKernelEx(self, config: Any, kernel: Any, parameters: Any, extra: Any) -> None:
-        config = config._obj
+        *extents, shared, stream, attributes, count = driver._CONFIG.unpack(config)
+        pointers = struct.unpack(f"<{len(parameters) // 8}Q", parameters)
+        assert pointers[0] % 64 == 0
+        cluster = None
+        if count:
+            name, *cluster = driver._ATTRIBUTE.unpack(ctypes.string_at(attributes, driver._ATTRIBUTE.size))
+            assert (count, name) == (1, driver._CLUSTER_DIMENSION)
         sizes = [end - start for start, end in zip(self.offsets, self.offsets[1:], strict=False)]
-        cluster = tuple(config.attributes[0].value[:3]) if config.count else None
         self.launches.append({
-            "grid": tuple(config.grid), "block": tuple(config.block), "shared": config.shared, "stream": config.stream,
+            "grid": tuple(extents[:3]), "block": tuple(extents[3:]), "shared": shared, "stream": stream,
             "cluster": cluster, "kernel": kernel.value, "extra": extra,
-            "block bytes": b"".join(ctypes.string_at(p, n) for p, n in zip(parameters, sizes, strict=True)),
+            "block bytes": b"".join(ctypes.string_at(p, n) for p, n in zip(pointers, sizes, strict=True)),
         })  # fmt: skip
 
 
@@ -132,8 +140,31 @@ def test_a_launch_gives_the_driver_what_was_packed(fake: Driver, cluster: int) -
     config, block = kernel.pack(VALUES)
     assert launch == {
         "grid": config.grid, "block": (128, 1, 1), "shared": backend.SHARED, "stream": 0xF00, "kernel": 0xABC,
-        "cluster": (cluster, 1, 1) if cluster > 1 else None, "extra": None, "block bytes": bytes(block),
+        "cluster": [cluster, 1, 1] if cluster > 1 else None, "extra": None, "block bytes": bytes(block),
     }  # fmt: skip
+
+
+def test_threads_launch_at_once(fake: Driver) -> None:
+    """Each has its own parameters."""
+    kernel = Kernel(artifact.find(backend.scale_rows("sm_90a")), CudaDevice(0))
+    fake.offsets = kernel.artifact.launch.offsets()
+
+    def launch(number: int) -> None:
+        for i in range(200):
+            kernel.launch(None, {**VALUES, "rows": number, "offset": number, "x": 4096 * number, "out": 16 * i})
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = sorted(launch["block bytes"] for launch in fake.launches)
+    expected = [
+        kernel.pack({**VALUES, "rows": n, "offset": n, "x": 4096 * n, "out": 16 * i})[1]
+        for n in range(1, 5)
+        for i in range(200)
+    ]
+    assert seen == sorted(map(bytes, expected))
 
 
 def test_a_thread_without_a_context_gets_one(fake: Driver) -> None:
@@ -144,7 +175,7 @@ def test_a_thread_without_a_context_gets_one(fake: Driver) -> None:
     kernel.launch(None, VALUES)
     assert fake.calls == ["cuLaunchKernelEx", "cuCtxPushCurrent_v2", "cuLaunchKernelEx", "cuCtxPopCurrent_v2"]
     assert len(fake.launches) == 1
-    assert fake.launches[0]["stream"] is None
+    assert fake.launches[0]["stream"] == 0
 
 
 def test_the_drivers_errors_are_said(fake: Driver) -> None:
