@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -350,6 +351,48 @@ with cute_emulator.device("sm_90a") as device:
     environment = os.environ | {"PYTHONPATH": path, "CUDNN_DSA_KERNELS": str(built)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_carries_them(built: Path, tmp_path: Path) -> None:
+    """Of a copy of the tree with the directory in its place; the demonstration backend finds its kernels in it."""
+    tree = tmp_path / "tree"
+    for name in ("cudnn_dsa", "python", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(built, tree / "cudnn_dsa" / "kernels")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, cwd=tree, check=True, env=os.environ | {"SKIP_EXTENSION": "1"})
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = """
+from artifact_demo import backend
+from cudnn_dsa.artifact import library
+from cudnn_dsa.cli.aot import problems
+from cudnn_dsa.cli.shapes import MODEL_SHAPES
+problem = next(problems(MODEL_SHAPES["v4-flash"], ["bfloat16"], False))
+library.compiled = None
+(found,) = library.artifacts_of(backend.sources, problem, ("sm_90a",))
+print(found.arch, library.PACKAGED)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{HERE}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["sm_90a", str(tmp_path / "site" / "cudnn_dsa" / "kernels")]
 
 
 def test_a_file_that_was_changed_after_the_build_is_refused(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
