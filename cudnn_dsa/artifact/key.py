@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -63,15 +62,10 @@ def toolchain() -> dict[str, str]:
 @functools.lru_cache(maxsize=64)
 def program_text(module: str) -> str:
     """Digest of the Python files of the package that ``module`` is in, and of the parts that all kernels share."""
-    package = module.rpartition(".")[0]
-    files = _files(SHARED_PARTS)
-    if package:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None, f"{package} is a folder without __init__.py"
-        files |= _files(Path(spec.origin).parent)
-    else:
-        files |= {module: Path(str(sys.modules[module].__file__))}
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    file = Path(str(spec.origin))
+    files = _files(SHARED_PARTS) | (_files(file.parent) if "." in module else {module: file})
     return digest({name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()})
 
 

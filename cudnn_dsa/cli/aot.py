@@ -6,6 +6,7 @@ The directory is used where CUDNN_DSA_KERNELS names it, or from a wheel that car
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import re
 import sys
@@ -38,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cudnn_dsa.artifact import aot
+    from cudnn_dsa.artifact import aot, key
 
     start = time.perf_counter()
     shapes = [MODEL_SHAPES[name] for name in args.shapes]
     wanted = [p for shape in shapes for p in problems(shape, args.dtype, args.deterministic)]
-    found = {source_key: source for arch in args.arch for source_key, source in _sources(wanted, arch)}
+    found = {key.identity(source): source for arch in args.arch for source in _sources(wanted, arch)}
     records = aot.write(args.out, _compile(list(found.values())))
     rows = [
         [r["name"], r["arch"], *(str(r["resources"][name]) for name in ("registers", "stack")),
@@ -86,8 +87,8 @@ def _spec(*shape: int, dtype: str) -> TensorSpec:
     return TensorSpec(shape, dtype, device="meta")
 
 
-def _sources(wanted: list[Problem], arch: str) -> Iterator[tuple[tuple[Any, ...], Source]]:
-    """The kernels of the problems that the target's backend runs, each once."""
+def _sources(wanted: list[Problem], arch: str) -> Iterator[Source]:
+    """The kernels of those of the problems that the target's backend runs."""
     match = re.fullmatch(r"sm_(\d+)\d[af]", arch)
     assert match is not None
     name = backends.AUTO_BY_CAPABILITY[int(match[1])][0]
@@ -95,10 +96,12 @@ def _sources(wanted: list[Problem], arch: str) -> Iterator[tuple[tuple[Any, ...]
         backend: Any = backends.load(name)
     except RuntimeError as error:
         raise CannotRun(f"{arch}: {error}") from error
+    sources = getattr(backend, "sources", None)
+    if not callable(sources):  # in a module of their own
+        sources = importlib.import_module(f"{backends.MODULES[name]}.sources").sources
     for problem in wanted:
         if backend.supports(problem) is None:
-            for source in backend.sources(problem, arch):
-                yield (source.name, source.arch, source.key), source
+            yield from sources(problem, arch)
 
 
 def _compile(sources: list[Source]) -> Iterator[Artifact]:
