@@ -123,7 +123,7 @@ class SinkGradient:
     """
 
     HEADS = 8
-    ROWS = 64
+    ROWS = 128
 
     def __init__(self, heads: int):
         self.heads = heads
@@ -150,14 +150,14 @@ class SinkGradient:
         total = Float32(0.0)
         if head < self.heads:
             sink2 = (attn_sink + head).load() * softmax.LOG2_E
-            query = row
-            while query < s_q:
+            # Unrolled, so that several loads are under way: the sum waits for nothing else.
+            for i in cutlass.range((s_q - row + self.ROWS - 1) // self.ROWS, unroll=4):
+                query = row + i * self.ROWS
                 place = Int64(query) * self.heads + head
                 share = softmax.sink_share(sink2, (z2 + place).load())
                 # Selected, not multiplied: delta of a row without a key may be anything.
                 if share > 0.0:
                     total -= share * (delta + place).load()
-                query += self.ROWS
         sums[row, column] = total
         cute.arch.sync_threads()
         step = self.ROWS // 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn_dsa.artifact import driver
+from cudnn_dsa.artifact import build, driver, library
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability
 from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
 
@@ -27,7 +27,9 @@ def unavailable(device: str) -> str | None:
     major, minor = device_capability(device)
     if (major, minor) != CAPABILITY:
         return f"it is built for compute capability 9.0, {device} has {major}.{minor}"
-    return None
+    if any((folder / library.MANIFEST).exists() for folder in library.directories()):
+        return None
+    return build.unavailable()
 
 
 def supports(problem: Problem) -> str | None:
