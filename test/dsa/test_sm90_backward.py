@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,17 +259,47 @@ def test_every_wait_is_needed(index: int) -> None:
     assert is_caught(case, WAIT, NO_WAIT, range(2), index)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_spills(variant: str, direction: str) -> None:
-    """Per thread all registers that a CTA starts with, which setmaxnreg then divides; per CTA at most 227 KB."""
+def compiled(variant: str, heads: int, direction: str, name: str) -> dict[str, artifact.Artifact]:
     dtype, sizes = VARIANTS[variant]
-    problem = problem_of(make("topk_length", dtype, replace(sizes, s_q=1, topk=4)), direction, backend="sm90")
-    by_name = {source.name: artifact.resources(artifact.find(source)) for source in sources(problem, "sm_90a")}
+    case = make(name, dtype, replace(sizes, s_q=1, topk=4, heads=heads))
+    found = sources(problem_of(case, direction, backend="sm90"), "sm_90a")
+    return {source.name: artifact.find(source) for source in found}
+
+
+def disassemble(cubin: bytes, folder) -> str:
+    """SASS, by the nvdisasm that Triton's package carries."""
+    triton = importlib.util.find_spec("triton")
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton else Path("/nowhere")
+    if not tool.exists():
+        pytest.skip("no disassembler")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    return subprocess.run([tool, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+
+
+def _variants() -> list:
+    """Two head tiles need one register more than one tile; all variants are slow to compile."""
+    quick = {("bf16-576", 128, "topk_length"), ("bf16-576", 64, "random"), ("fp16-512", 64, "random")}
+    return [
+        pytest.param(*chosen, marks=[] if chosen in quick else [pytest.mark.slow])
+        for chosen in itertools.product(VARIANTS, (16, 64, 128), ("random", "topk_length"))
+    ]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("variant", "heads", "name"), _variants())
+def test_nothing_spills(variant: str, heads: int, name: str, direction: str, tmp_path) -> None:
+    """Per thread all registers that a CTA starts with, which setmaxnreg then divides; per CTA at most 227 KB; and
+    wgmma in groups: ptxas waits for each one where it is short of registers."""
+    kernels = compiled(variant, heads, direction, name)
+    by_name = {key: artifact.resources(kernel) for key, kernel in kernels.items()}
     assert {found.stack for found in by_name.values()} == {0}
     main = by_name[direction]
     assert main.registers == {"forward": 128, "backward": 168}[direction]
     assert main.dynamic_shared <= SHARED_BYTES
+    sass = disassemble(kernels[direction].cubin, tmp_path)
+    assert sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") / 2
+    assert "STL" not in sass
+    assert "LDL" not in sass
 
 
 def test_registers_that_a_multiprocessor_does_not_have_are_refused() -> None:

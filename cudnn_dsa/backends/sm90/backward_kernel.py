@@ -44,6 +44,7 @@ from cudnn_dsa.backends.sm90.producer import (
     Rows,
     Selection,
     Work,
+    exists,
     feed,
     gather,
     row_tiles,
@@ -167,7 +168,7 @@ class BackwardSm90:
         if warp == 0 and cute.arch.lane_idx() == 0:
             self._init_rings(shared)
         cute.arch.sync_threads()
-        work = Work(s_q * self.head_tiles, self.head_tiles)
+        work = Work(s_q, self.head_tiles)
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(config.registers[0])
             if warp == 0:
@@ -240,7 +241,7 @@ class BackwardSm90:
         tiles = Int32(0)
         queries = Int32(0)
         item = cute.arch.block_idx()[0]
-        while item < work.tiles:
+        while exists(work, item):
             query, head_tile = split(work, item)
             row_z2 = cute.make_rmem_tensor(2, Float32)
             row_delta = cute.make_rmem_tensor(2, Float32)
@@ -356,7 +357,7 @@ class BackwardSm90:
         tiles = Int32(0)
         queries = Int32(0)
         item = cute.arch.block_idx()[0]
-        while item < work.tiles:
+        while exists(work, item):
             query, head_tile = split(work, item)
             gain = Int32(GAIN)
             self._clear(dq_parts)

@@ -38,6 +38,7 @@ from cudnn_dsa.backends.sm90.producer import (
     Rows,
     Selection,
     Work,
+    exists,
     feed,
     gather,
     row_tiles,
@@ -145,7 +146,7 @@ class ForwardSm90:
         if warp == 0 and cute.arch.lane_idx() == 0:
             self._init_rings(shared)
         cute.arch.sync_threads()
-        work = Work(s_q * self.head_tiles, self.head_tiles)
+        work = Work(s_q, self.head_tiles)
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(config.registers[0])
@@ -217,7 +218,7 @@ class ForwardSm90:
         tiles = Int32(0)
         queries = Int32(0)
         item = cute.arch.block_idx()[0]
-        while item < work.tiles:
+        while exists(work, item):
             query, head_tile = split(work, item)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
@@ -302,7 +303,7 @@ class ForwardSm90:
         tiles = Int32(0)
         queries = Int32(0)
         item = cute.arch.block_idx()[0]
-        while item < work.tiles:
+        while exists(work, item):
             query, head_tile = split(work, item)
             for _, acc, _, _ in parts:
                 acc.fill(0.0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_dsa.backends.sm90 import wgmma
@@ -26,10 +26,15 @@ READ_ONCE = 0x12F0000000000000  # cache policy of tensor copies: evict_first
 
 
 class Work(NamedTuple):
-    """What the CTAs share out: ``tiles`` = S_q * head_tiles items, a query and a tile of its heads each."""
+    """What the CTAs share out: S_q * head_tiles items, a query and a tile of its heads each."""
 
-    tiles: Int32
+    s_q: Int32
     head_tiles: int
+
+
+def exists(work: Work, item: Int32) -> Boolean:
+    """Whether there is such an item. Compared as a query: the number of items would take every role a register."""
+    return item // work.head_tiles < work.s_q
 
 
 def split(work: Work, item: Int32) -> tuple[Int32, Int32]:
@@ -93,7 +98,7 @@ def feed(
     slots = Int32(0)
     queries = Int32(0)
     item = cute.arch.block_idx()[0]
-    while item < work.tiles:
+    while exists(work, item):
         query, head_tile = split(work, item)
         ring.wait_empty(queries)
         if cute.arch.lane_idx() == 0:
@@ -138,7 +143,7 @@ def gather(
     n = Int32(0)
     keys = cutlass.const_expr(cute.size(tiles, mode=[0]))
     item = cute.arch.block_idx()[0]
-    while item < work.tiles:
+    while exists(work, item):
         row_ring.wait_full(slots)
         count = counts[row_ring.stage(slots)]
         while count > 0:
