@@ -341,8 +341,8 @@ class Emulated:
         return _bytes(address, size)
 
     def launch(self, ptx: str, launch: dict[str, Any], parameters: list[bytes]) -> None:
-        from cute_emulator.launch import load
         from cute_emulator.launch import launch as run
+        from cute_emulator.launch import load
 
         run(
             load(ptx),
