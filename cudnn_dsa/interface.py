@@ -173,7 +173,6 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
     if launch.planned is not None:
         problem.check_same_plan(launch.planned)
     backend = backends.select(problem)
-    selftest.ensure(backend, problem)
     needed = backend.workspace_bytes(problem)
     if launch.workspace is not None:
         _check_workspace(launch.workspace, needed, tensors)
@@ -193,6 +192,7 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
             workspace = launch.workspace
             if workspace is None and needed:
                 workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+            selftest.ensure(backend, problem)
             if problem.direction == "forward":
                 backend.forward(problem, ForwardTensors(softmax_scale=scale, **ready), workspace, stream)
             else:
