@@ -102,8 +102,9 @@ def ld(low: Lowering, ins: Instruction) -> None:
     if space == "param":
         result = low.call_parameter(ins, ins.operands[1])
         if result and n == 1:
-            d = low.destination(ins, names[0], 64 if wide else 32)
-            low.emit(f"mov.u{64 if wide else 32}", (d, low.source(ins, result, f"b{64 if wide else 32}")))
+            bits = 64 if wide else 32
+            target = low.destination(ins, names[0], bits)
+            low.emit(f"mov.u{bits}", (target, low.source(ins, result, f"b{bits}")))
             return
         m = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]", ins.operands[1])
         if m and m.group(1) in low.parameters:
@@ -150,8 +151,7 @@ def st(low: Lowering, ins: Instruction) -> None:
 @unit("atom", "red")
 def atomic(low: Lowering, ins: Instruction) -> None:
     if ins.parts[1] == "async":
-        operation = next(p for p in ins.parts if p in REDUCTIONS)
-        _asynchronous(low, ins, REDUCTIONS[operation])
+        _asynchronous(low, ins, next(REDUCTIONS[p] for p in ins.parts if p in REDUCTIONS))
         return
     operation = next((p for p in ins.parts[1:] if p in _ATOMIC), None)
     if operation is None:
