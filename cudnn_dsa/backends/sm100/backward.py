@@ -22,7 +22,7 @@ results are divided by.
 # mypy: ignore-errors
 # (Device code: types are the DSL's.)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -38,6 +38,7 @@ from cudnn_dsa.cute.ring import Ring
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 WARPGROUP = 128
+HELD = 32  # keys of a chunk whose values a reduce thread holds at a time
 
 
 @dataclass(frozen=True)
@@ -251,18 +252,20 @@ class BackwardSm100:
             self.issue_scores(cta, n)
         while count > 0:
             following = cta.tile(n + 1)
+            # Adds 0, which no compiler knows: else the descriptors of 120 products are hoisted out of the loop and spill.
+            here = replace(cta, shared=cta.shared + (following >> 31))
             cta.rings["p"].wait_full(n)
             tcgen05.fence("after")
-            self.issue_dq(cta, n)
+            self.issue_dq(here, n)
             tcgen05.commit(cta.rings["kv"].empty(n))
             for chunk in cutlass.range_constexpr(c.chunks):
                 if cutlass.const_expr(chunk == c.lookahead_chunk):
                     if following > 0:
-                        self.issue_scores(cta, n + 1)
+                        self.issue_scores(here, n + 1)
                 use = n * c.chunks + chunk
                 cta.rings["dkv"].wait_empty(use)
                 tcgen05.fence("after")
-                self.issue_dkv(cta, use, chunk)
+                self.issue_dkv(here, use, chunk)
                 tcgen05.commit(cta.rings["dkv"].full(use))
             tcgen05.commit(cta.rings["p"].empty(n))
             n += 1
@@ -416,33 +419,36 @@ class BackwardSm100:
             for chunk in cutlass.range(c.full_chunks, unroll=1):
                 use = n * c.chunks + chunk
                 if use % 2 == group:
-                    values = self.take_chunk(cta, lanes, use, KEYS)
-                    self.add_rows(dkv + (chunk * CHUNK + quarter * 32 + lane), rows, Int32(0), values, KEYS, back)
+                    column = dkv + (chunk * CHUNK + quarter * 32 + lane)
+                    self.add_chunk(cta, use, lanes, KEYS, column, rows, Int32(0), back)
             if cutlass.const_expr(c.rest > 0):
                 use = n * c.chunks + c.full_chunks
                 if use % 2 == group:
-                    values = self.take_chunk(cta, lanes, use, KEYS // 2)
-                    column = c.full_chunks * CHUNK + quarter * 16 + lane % 16
-                    self.add_rows(dkv + column, rows, lane // 16 * (KEYS // 2), values, KEYS // 2, back)
+                    column = dkv + (c.full_chunks * CHUNK + quarter * 16 + lane % 16)
+                    self.add_chunk(cta, use, lanes, KEYS // 2, column, rows, lane // 16 * (KEYS // 2), back)
             cta.rings["rows"].arrive_empty(n)
             n += 1
 
     @cute.jit
-    def take_chunk(self, cta: Cta, lanes: Int32, use: Int32, columns: cutlass.Constexpr):
-        """The chunk in registers; its accumulator is free again before a single value is added."""
+    def add_chunk(
+        self, cta: Cta, use: Int32, lanes: Int32, keys: cutlass.Constexpr, column, rows, first: Int32, back
+    ):  # fmt: skip
+        """A column's values of ``keys`` rows of dkv, from ``rows[first]`` on. Half a chunk at a time is in registers."""
         ring = cta.rings["dkv"]
         ring.wait_full(use)
         tcgen05.fence("after")
-        values = tcgen05.load(lanes + ring.stage(use) * KEYS, "32x32b", columns)
-        tcgen05.fence("before")
-        ring.arrive_empty(use)
-        return values
+        accumulator = lanes + ring.stage(use) * KEYS
+        for half in cutlass.range_constexpr(keys // HELD):
+            values = tcgen05.load(accumulator + half * HELD, "32x32b", HELD)
+            if cutlass.const_expr(half == keys // HELD - 1):
+                tcgen05.fence("before")
+                ring.arrive_empty(use)
+            self.add_rows(column, rows, first + half * HELD, values, back)
 
     @cute.jit
-    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, values, keys: cutlass.Constexpr, back):
-        """One value each to ``keys`` rows of dkv, from ``rows[first]`` on."""
+    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, values, back):
         numbers = cute.make_rmem_tensor(4, Int32)
-        for i in cutlass.range_constexpr(keys):
+        for i in cutlass.range_constexpr(HELD):
             if cutlass.const_expr(i % 4 == 0):
                 pointer = self.shared_pointer(Int32, (rows.iterator + (first + i)).toint(), 16)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), numbers)
