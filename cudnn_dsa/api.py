@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from cudnn_dsa import backends, interface
+from cudnn_dsa import backends, interface, selftest
 from cudnn_dsa.contracts.sparse_attention import Options, Problem
 from cudnn_dsa.interface import Gradients, Launch, Outputs, resolve_deterministic, run
 
@@ -38,9 +38,17 @@ class _Plan:
         return True
 
     def compile(self) -> None:
-        """Compile and tune everything, so that the first ``execute`` does neither and can be captured in a graph."""
+        """Compile and tune everything, so that the first ``execute`` does neither and can be captured in a graph.
+
+        Kernels that have not run on this kind of device are compared with the reference (``cudnn_dsa.selftest``).
+
+        Raises:
+            UnsupportedError: they compute something else.
+        """
         problem = self._checked()
-        backends.select(problem).prepare(problem)
+        backend = backends.select(problem)
+        backend.prepare(problem)
+        selftest.ensure(backend, problem)
 
     def scratch_workspace_bytes(self) -> int:
         """Bytes of workspace that ``execute`` takes at the samples' sizes (0: none). It grows with S_q and S_kv."""

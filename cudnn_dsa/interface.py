@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cudnn_dsa import backends, verify
+from cudnn_dsa import backends, selftest, verify
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts import TensorSpec, describe
 from cudnn_dsa.contracts.errors import ContractError
@@ -169,6 +169,7 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
     if launch.planned is not None:
         problem.check_same_plan(launch.planned)
     backend = backends.select(problem)
+    selftest.ensure(backend, problem)
     needed = backend.workspace_bytes(problem)
     if launch.workspace is not None:
         _check_workspace(launch.workspace, needed, tensors)

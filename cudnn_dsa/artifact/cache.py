@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ MAX_BYTES = 1 << 30
 LOCK_SECONDS = 120.0  # a compile takes seconds; whoever holds a lock longer is stuck
 _LOCKS = 256  # lock files: few enough to stay, many enough that two kernels rarely share one
 _SUFFIX = ".entry"
+_VALUE = "value.json"
 
 Files = Mapping[str, bytes]
 
@@ -95,6 +97,25 @@ class Cache:
                     found = dict(make())
                     self.put(digest, found)
         return found
+
+    def get_value(self, digest: str) -> Any:
+        """The plain data of an entry of :meth:`put_value`, or None."""
+        files = self.get(digest)
+        try:
+            return None if files is None else json.loads(files[_VALUE])
+        except (KeyError, ValueError):
+            return None
+
+    def put_value(self, digest: str, value: Any) -> None:
+        """Keep plain data (what JSON holds) as an entry."""
+        self.put(digest, {_VALUE: json.dumps(value).encode()})
+
+    def values(self) -> Iterator[Any]:
+        """The plain data of all entries of :meth:`put_value`."""
+        for path in self.entries():
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if json.dumps(_VALUE).encode() in file.readline():  # machine code is not read
+                    yield self.get_value(path.name.removesuffix(_SUFFIX))
 
     def entries(self) -> list[Path]:
         """The files of all entries, those used longest ago first."""

@@ -245,15 +245,18 @@ def install(device: Device) -> Iterator[None]:
         _installed.remove(device)
 
 
+def installed() -> Device | None:
+    """What :func:`install` put in the place of GPUs, or None."""
+    return _installed[-1] if _installed else None
+
+
 def current(device: str) -> Device:
     """What runs the problems of a torch device, ``"cuda:0"``: the GPU, or what :func:`install` put in its place.
 
     Raises:
         DriverError: there is no such GPU, or no driver.
     """
-    if _installed:
-        return _installed[-1]
-    return _cuda(int(device.partition(":")[2] or 0))
+    return installed() or _cuda(int(device.partition(":")[2] or 0))
 
 
 @functools.lru_cache(maxsize=64)
@@ -261,4 +264,4 @@ def _cuda(index: int) -> CudaDevice:
     return CudaDevice(index)
 
 
-__all__ = ["Configuration", "CudaDevice", "Device", "DriverError", "Memory", "current", "install"]
+__all__ = ["Configuration", "CudaDevice", "Device", "DriverError", "Memory", "current", "install", "installed"]

@@ -58,6 +58,12 @@ def load(sources: Sources, problem: Problem) -> Mapping[str, Kernel]:
     return found
 
 
+def fingerprint(sources: Sources, problem: Problem) -> str:
+    """Digest of the kernels that run a problem: what a self-test's verdict is about."""
+    kernels = load(sources, problem)
+    return key.digest({name: [k.artifact.identity, dict(k.artifact.toolchain)] for name, k in kernels.items()})
+
+
 def artifacts_of(sources: Sources, problem: Problem, architectures: tuple[str, ...]) -> list[Artifact]:
     """The artifacts of a problem: built ahead of time for the first target that has them all, else for the first."""
     for arch in architectures:

@@ -7,6 +7,8 @@ A backend is a module with these calls:
 - ``supports(problem) -> str | None``: None if it runs this problem, else why not;
 - ``workspace_bytes(problem) -> int``: scratch memory it wants for the problem;
 - ``prepare(problem)``: compile and tune, so that the first launch does neither;
+- ``fingerprint(problem) -> str | None``: digest of the kernels that run it, which are tested where they have not run
+  before (``cudnn_dsa.selftest``); None where there is nothing that a device could do differently;
 - ``forward(problem, tensors, workspace, stream)`` and ``backward(...)``: launch on ``stream`` (None on the CPU). The
   tensors passed the contract, are contiguous, and no size is 0.
 """
@@ -31,6 +33,7 @@ MODULES = {
     "cpu": "cudnn_dsa.backends.cpu",
     "cudnn": "cudnn_dsa.backends.cudnn",
     "reference": "cudnn_dsa.backends.reference",
+    "sm90": "cudnn_dsa.backends.sm90",
     "triton": "cudnn_dsa.backends.triton",
 }
 # What backend="auto" tries, best first, by the major compute capability of the device.
@@ -82,6 +85,7 @@ class Backend(Protocol):
     def supports(self, problem: Problem) -> str | None: ...
     def workspace_bytes(self, problem: Problem) -> int: ...
     def prepare(self, problem: Problem) -> None: ...
+    def fingerprint(self, problem: Problem) -> str | None: ...
     def forward(self, problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None: ...
     def backward(self, problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None: ...
 

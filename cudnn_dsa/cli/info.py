@@ -13,6 +13,7 @@ from typing import Any
 
 import cudnn_dsa
 from cudnn_dsa._version import __version__
+from cudnn_dsa.artifact import cache
 from cudnn_dsa.cli import availability, console
 
 # Distributions that decide what runs, as pip names them.
@@ -33,7 +34,7 @@ def collect() -> dict[str, Any]:
     """Everything this command knows, as plain data: ``backends``, ``versions``, ``cuda``, ``cpu``, ``kernel_cache``."""
     import torch
 
-    cache = cache_directory()
+    directory = cache.directory()
     return {
         "backends": [
             {
@@ -58,7 +59,9 @@ def collect() -> dict[str, Any]:
             "extension": extension_file(),
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
-        "kernel_cache": {"directory": str(cache), "exists": cache.is_dir(), "bytes": directory_bytes(cache)},
+        "kernel_cache": {
+            "directory": str(directory), "exists": directory.is_dir(), "bytes": directory_bytes(directory),
+        },
     }  # fmt: skip
 
 
@@ -71,7 +74,7 @@ def as_text(facts: dict[str, Any]) -> str:
     installs = {backend["name"]: backend["install"] for backend in facts["backends"] if backend["install"]}
     parts += [f"to install for {name}: {command}" for name, command in installs.items()]
 
-    cache, cuda, cpu = facts["kernel_cache"], facts["cuda"], facts["cpu"]
+    kernel_cache, cuda, cpu = facts["kernel_cache"], facts["cuda"], facts["cpu"]
     pairs = [[name, text or "not installed"] for name, text in facts["versions"].items()]
     pairs.append(["CPU", f"{cpu['machine']}, {cpu['threads']} threads, vector instructions {cpu['capability']}"])
     pairs.append(["C++ extension", cpu["extension"] or "not built (`make setup`, or pip install --no-build-isolation)"])
@@ -80,18 +83,10 @@ def as_text(facts: dict[str, Any]) -> str:
     for device in cuda["devices"]:
         text = f"{device['name']}, compute capability {device['capability']}, {console.size(device['memory_bytes'])}"
         pairs.append([device["device"], text])
-    content = console.size(cache["bytes"]) if cache["exists"] else "empty"
-    pairs.append(["kernel cache", f"{cache['directory']} ({content})"])
+    content = console.size(kernel_cache["bytes"]) if kernel_cache["exists"] else "empty"
+    pairs.append(["kernel cache", f"{kernel_cache['directory']} ({content})"])
     parts += ["", console.table(["what", "version or state"], pairs)]
     return "\n".join(parts)
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``CUDNN_DSA_CACHE_DIR``, else ``cudnn_dsa`` in the user's cache folder."""
-    given = os.environ.get("CUDNN_DSA_CACHE_DIR")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudnn_dsa"
 
 
 def directory_bytes(directory: Path) -> int:

@@ -40,15 +40,13 @@ def gather_columns(
     first_key = thread // pieces
     source = kv + (first + piece * PIECE)
     chunk = tile + (piece // (CHUNK // PIECE)) * (keys * CHUNK)
-    for i in cutlass.range_constexpr((keys + at_once - 1) // at_once):
-        key = first_key + i * at_once
-        inside = first_key < at_once
-        if cutlass.const_expr((i + 1) * at_once > keys):
-            inside = inside and key < keys
-        if inside:
+    key = first_key
+    if first_key < at_once:
+        while key < keys:
             row = rows[key]
             size = Int32(16) if row >= 0 else Int32(0)
             # A row that does not count reads nothing, and points at row 0, which exists.
             offset = Int64(cutlass.max(row, 0)) * head_dim
             place = key * CHUNK + ((piece ^ key) % (CHUNK // PIECE)) * PIECE
             ptx.cp_async_16(chunk + place, source + offset, size)
+            key += at_once

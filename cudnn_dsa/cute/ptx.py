@@ -86,9 +86,15 @@ def exp2_approx(a: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def power_of_two(exponent: Int32, *, loc=None, ip=None) -> Float32:
-    """2 ** exponent, exact, for -126 to 127."""
-    bits = (Int32(exponent) + 127) << 23
-    return Float32(arith.bitcast(T.f32(), bits.ir_value(loc=loc, ip=ip)))
+    """2.0**exponent, exact, for exponents of normal numbers; 0 below them, inf above."""
+    biased = cutlass.min(cutlass.max(Int32(exponent) + 127, 0), 255)
+    return Float32(arith.bitcast(T.f32(), Int32(biased << 23).ir_value(loc=loc, ip=ip)))
+
+
+@dsl_user_op
+def magnitude(a: Float32, *, loc=None, ip=None) -> Int32:
+    """The bits of |a|, whose order as integers is that of the numbers; infinities and NaN come last."""
+    return Int32(arith.bitcast(T.i32(), Float32(a).ir_value(loc=loc, ip=ip))) & 0x7FFFFFFF
 
 
 @dsl_user_op

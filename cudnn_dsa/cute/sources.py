@@ -33,7 +33,7 @@ def prepare(problem: Problem, arch: str) -> Source:
         "s_q": "int32", "s_kv": "int32", "topk": "int32",
     }  # fmt: skip
     kernel = "out dout lse attn_sink topk_idxs topk_length z2 delta s_kv topk"
-    return simple("prepare", arch, (p.kernel_key(arch), parameters), host, inputs, kernel, "s_q", 256)
+    return simple("prepare", arch, (arch, parameters), host, inputs, kernel, "s_q", 256)
 
 
 def sink_gradient(problem: Problem, arch: str) -> Source:
@@ -47,7 +47,7 @@ def sink_gradient(problem: Problem, arch: str) -> Source:
 
     inputs = {"z2": "float32*", "delta": "float32*", "attn_sink": "float32*", "d_sink": "float32*", "s_q": "int32"}
     return simple(
-        "sink_gradient", arch, (problem.kernel_key(arch),), host, inputs, " ".join(inputs), -(-heads // 8), 512, 2048
+        "sink_gradient", arch, (arch, heads), host, inputs, " ".join(inputs), -(-heads // 8), 512, 2048
     )
 
 
@@ -66,4 +66,4 @@ def finish(problem: Problem, arch: str, interleaved: bool) -> Source:
 
     inputs = {"sums": "float32*16", "dkv": f"{p.dkv_dtype}*16", "s_kv": "int32"}
     grid = f"ceil_div(s_kv * {p.head_dim // 16}, {FINISH_THREADS})"
-    return simple("finish", arch, (p.kernel_key(arch), parameters), host, inputs, "sums dkv s_kv", grid, FINISH_THREADS)
+    return simple("finish", arch, (arch, parameters), host, inputs, "sums dkv s_kv", grid, FINISH_THREADS)

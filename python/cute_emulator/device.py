@@ -38,7 +38,8 @@ class EmulatedDevice:
         from cudnn_dsa.artifact.driver import Memory
 
         self.architectures: tuple[str, ...] = (arch,)
-        self.kind = f"emulator {arch}"
+        # A verdict over an altered kernel says nothing about the kernel.
+        self.kind = f"emulator {arch}" + (", altered kernels" if transform else "")
         self.multiprocessors = multiprocessors
         self.memory = Memory()
         self.report = Report()

@@ -8,19 +8,28 @@ For a query, 64 of its heads and its selected keys, 64 at a time (V is the first
 
 Z2 and delta come from cute/prepare.py; the fp32 sums of dkv go to cute/finish.py.
 
-Roles, four warpgroups of a persistent CTA:
+fp16. P and dS are rounded to fp16 for the products, and dS may lie anywhere below 2**-24 or above 2**16. So both are
+multiplied by a power of two, 2**gain: gain starts at 15, which keeps P below 2**16 and all 11 bits of a dS above 2**-28,
+and falls when a larger |dS| comes along; dQ is then rescaled like the output of an online softmax. dQ and dKV are
+divided again, exactly, as they leave. Matrix units also cut a sum off after every 16 terms, where rounding would be
+right: over 576 columns and at |s| = 200 that is as much as fp16 rounds P by. For fp16 each group of columns is summed
+from zero and the groups are added by ordinary instructions.
+
+Roles, three warpgroups of a persistent CTA:
 
     producer   warp 0: row numbers of valid keys, packed into tiles of 64; Q and dO by tensor copies
                warps 1-3: gather the rows of K
-    score      S, dP, P, dS; writes P and dS to shared memory; dQ of the first group of columns
-    dkv 0, 1   dKV in chunks of 64 columns, every second chunk each; dQ of the second and third group
+    score      S, dP, P, dS; writes P and dS to shared memory; dQ of the first 256 columns
+    dkv        dKV in chunks of 64 columns, reduced into dkv; dQ of the other columns
 
-A tile of K is handed over in groups of 192 columns: the group of the next tile is gathered as soon as the dQ of its
-columns is done, while dKV, which needs no K, is still being computed. Two warpgroups take turns at the matrix unit and
-at the reductions, which bound this kernel, so that reductions are always under way.
+A tile of K is handed over in groups of 256 columns: a group of the next tile is gathered as soon as the dQ of its
+columns is done, while dKV, which needs no K, is still being computed. So the score warpgroup is a tile ahead, and the
+dkv warpgroup, whose reductions bound this kernel, always has work: one chunk is reduced while the next is multiplied.
 
 Shared memory, D = 576: Q 72 KB, dO 64 KB, K 72 KB, P 8 KB, dS 8 KB; row numbers and barriers 1.2 KB.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,7 +45,20 @@ from cudnn_dsa.cute.ring import Ring
 
 CHUNK = 64  # columns of dkv computed and reduced at a time
 WARPS = 4  # of a warpgroup
+GAIN = 15  # the exponent that fp16's P and dS start with: P is at most 1
+SCORE_BARRIER = 1  # named barrier of the score warpgroup
 READ_ONCE = 0x12F0000000000000  # cache policy of tensor copies: evict_first
+
+
+class QueryGradient(NamedTuple):
+    """A product dS K over ``columns`` columns from ``first`` on: accumulator and operands."""
+
+    first: int
+    columns: int
+    mma: cute.TiledMma
+    acc: cute.Tensor
+    a: cute.Tensor
+    b: cute.Tensor
 
 
 class BackwardSm90:
@@ -58,8 +80,8 @@ class BackwardSm90:
         self.config = config
         self.head_tiles = config.head_tiles(heads)
         self.groups = config.groups(head_dim)
-        self.groups_v = config.groups(head_dim_v)
         self.chunks, self.chunks_v = head_dim // CHUNK, head_dim_v // CHUNK
+        self.scaled = dtype is cutlass.Float16  # P and dS carry a gain
 
     @cute.jit
     def __call__(
@@ -134,6 +156,8 @@ class BackwardSm90:
         rows_layout = cute.make_layout((config.row_stages, config.block_keys), stride=(config.block_keys, 1))
         s_rows = memory.allocate_tensor(Int32, rows_layout, byte_alignment=128)
         s_counts = memory.allocate_tensor(Int32, cute.make_layout(config.row_stages))
+        s_peaks = memory.allocate_tensor(Int32, cute.make_layout(WARPS))
+        s_gain = memory.allocate_tensor(Int32, cute.make_layout(1))
         stages = [config.row_stages, *[1] * len(self.groups), 1, 1]
         barriers = memory.allocate_array(Int64, sum(map(Ring.barriers_of, stages)))
         rings = []
@@ -143,11 +167,11 @@ class BackwardSm90:
         row_ring, *kv_rings, query_ring, p_ring = rings
 
         if warp == 0 and cute.arch.lane_idx() == 0:
-            row_ring.init(1, config.gather_warps + 3 * WARPS)
+            row_ring.init(1, config.gather_warps + 2 * WARPS)
             for ring in kv_rings:
                 ring.init(config.gather_warps * 32, WARPS)
-            query_ring.init(1, 3 * WARPS)
-            p_ring.init(WARPS, 2 * WARPS)
+            query_ring.init(1, 2 * WARPS)
+            p_ring.init(WARPS, WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -163,19 +187,13 @@ class BackwardSm90:
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_increase(config.registers[1])
             self.score(
-                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, thread,
-                row_ring, kv_rings, query_ring, p_ring,
-            )  # fmt: skip
-        elif warp < 3 * WARPS:
-            cute.arch.setmaxregister_increase(config.registers[2])
-            self.key_gradient(
-                0, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, thread,
-                row_ring, kv_rings, query_ring, p_ring,
+                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, s_peaks, s_gain,
+                thread, row_ring, kv_rings, query_ring, p_ring,
             )  # fmt: skip
         else:
-            cute.arch.setmaxregister_increase(config.registers[3])
+            cute.arch.setmaxregister_increase(config.registers[2])
             self.key_gradient(
-                1, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, thread,
+                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, s_gain, thread,
                 row_ring, kv_rings, query_ring, p_ring,
             )  # fmt: skip
 
@@ -254,21 +272,21 @@ class BackwardSm90:
 
     @cute.jit
     def score(
-        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, thread,
-        row_ring, kv_rings, query_ring, p_ring,
+        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, s_peaks, s_gain,
+        thread, row_ring, kv_rings, query_ring, p_ring,
     ):  # fmt: skip
         """S, dP, P, dS of each tile, and the first group of dQ."""
         block_keys = self.config.block_keys
         mma = wgmma.tiled(self.dtype, block_keys, Major.K, Major.K)
-        s_parts = [self._score_operands(mma, thread, s_q_tile, s_kv_tile, group) for group in self.groups]
-        dp_parts = [self._score_operands(mma, thread, s_dout, s_kv_tile, group) for group in self.groups_v]
+        q_a, k_b = wgmma.operands(mma, thread, wgmma.chunks_of(s_q_tile), wgmma.chunks_of(s_kv_tile))
+        dout_a, _ = wgmma.operands(mma, thread, wgmma.chunks_of(s_dout), wgmma.chunks_of(s_kv_tile))
         acc_s, acc_dp = wgmma.accumulator(mma, block_keys), wgmma.accumulator(mma, block_keys)
         scores, gradients = softmax.accumulator_rows(acc_s), softmax.accumulator_rows(acc_dp)
         place = softmax.accumulator_coordinates(mma.get_slice(thread), (self.config.block_heads, block_keys))
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         store = cute.make_tiled_copy_C(store, mma).get_slice(thread)
         to_p, to_ds = store.partition_D(s_p), store.partition_D(s_ds)
-        dq_mma, acc_dq, dq_a, dq_b = self._query_gradient(0, s_ds, s_kv_tile, thread)
+        dq_parts = self._query_gradient(self.groups[:1], s_ds, s_kv_tile, thread)
         scale2 = softmax_scale * softmax.LOG2_E
 
         slots = Int32(0)
@@ -285,22 +303,17 @@ class BackwardSm90:
                 if head < self.heads:
                     row_z2[r] = (z2 + (Int64(query) * self.heads + head)).load()
                     row_delta[r] = (delta + (Int64(query) * self.heads + head)).load()
-            acc_dq.fill(0.0)
+            gain = Int32(GAIN)
+            self._clear(dq_parts)
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
             count = s_counts[row_ring.stage(slots)]
             while count > 0:
                 row_ring.arrive_empty(slots)
                 slots += 1
+                self._issue_scores(mma, acc_s, acc_dp, q_a, k_b, kv_rings, tiles)
                 wgmma.fence()
-                for group in cutlass.range_constexpr(len(self.groups)):
-                    kv_rings[group].wait_full(tiles)
-                    # The rows were written by cp.async, in the generic proxy; wgmma reads in the async proxy.
-                    cute.arch.fence_view_async_shared()
-                    wgmma.issue(mma, acc_s, *s_parts[group], fresh=group == 0)
-                wgmma.commit()
-                for group in cutlass.range_constexpr(len(self.groups_v)):
-                    wgmma.issue(mma, acc_dp, *dp_parts[group], fresh=group == 0)
+                wgmma.issue_chunks(mma, acc_dp, dout_a, k_b, (0, self.chunks_v), True)
                 wgmma.commit()
                 wgmma.wait(1)
                 for r in cutlass.range_constexpr(2):
@@ -314,14 +327,26 @@ class BackwardSm90:
                         gradients[r, c] = softmax.score_gradient(
                             scores[r, c], gradients[r, c], row_delta[r], softmax_scale, valid
                         )
+                if cutlass.const_expr(self.scaled):
+                    lower = cutlass.min(gain, self._largest_gain(acc_dp, s_peaks, thread))
+                    self._rescale(dq_parts, lower - gain)
+                    gain = lower
+                    factor = ptx.power_of_two(gain)
+                    for i in cutlass.range_constexpr(cute.size(acc_s)):
+                        acc_s[i] *= factor
+                        acc_dp[i] *= factor
                 p_ring.wait_empty(tiles)
+                if cutlass.const_expr(self.scaled):
+                    if thread == 0:
+                        s_gain[0] = gain
                 cute.copy(store, store.retile(softmax.rounded(acc_s, self.dtype)), to_p)
                 cute.copy(store, store.retile(softmax.rounded(acc_dp, self.dtype)), to_ds)
                 cute.arch.fence_view_async_shared()  # stores, then read by wgmma
                 p_ring.arrive_full(tiles)
                 p_ring.wait_full(tiles)  # the other warps' part of dS
                 wgmma.fence()
-                wgmma.issue(dq_mma, acc_dq, dq_a, dq_b, fresh=False)
+                for part in dq_parts:
+                    wgmma.issue(part.mma, part.acc, part.a, part.b, fresh=False)
                 wgmma.commit()
                 wgmma.wait(0)
                 kv_rings[0].arrive_empty(tiles)
@@ -332,27 +357,66 @@ class BackwardSm90:
             slots += 1
             query_ring.arrive_empty(queries)
             queries += 1
-            self._store_query_gradient(0, acc_dq, dq_mma, dq, query, head_tile, thread)
+            self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
             work += cute.arch.grid_dim()[0]
 
-    def _score_operands(self, mma, thread, left, keys, group):
-        """Descriptors of a group of columns of Q or dO, and of the keys."""
-        return wgmma.operands(mma, thread, wgmma.columns_of(left, *group), wgmma.columns_of(keys, *group))
+    def _issue_scores(self, mma, acc_s, acc_part, q_a, k_b, kv_rings, tiles) -> None:
+        """S, of each group of columns as it arrives. In fp16 ``acc_part`` holds a group's own sum."""
+        for group, (first, columns) in enumerate(self.groups):
+            kv_rings[group].wait_full(tiles)
+            # The rows were written by cp.async, in the generic proxy; wgmma reads in the async proxy.
+            cute.arch.fence_view_async_shared()
+            chunks = (first // CHUNK, (first + columns) // CHUNK)
+            apart = self.scaled and group > 0
+            wgmma.fence()
+            wgmma.issue_chunks(mma, acc_part if apart else acc_s, q_a, k_b, chunks, apart or group == 0)
+            if self.scaled:
+                wgmma.commit()
+            if apart:
+                wgmma.wait(0)
+                acc_s.store(acc_s.load() + acc_part.load())
+        if not self.scaled:
+            wgmma.commit()
 
-    # dkv warpgroups.
+    @cute.jit
+    def _largest_gain(self, acc_ds, s_peaks, thread) -> Int32:
+        """The exponent that lifts the tile's largest |dS| just below 2**15."""
+        peak = Int32(0)
+        for i in cutlass.range_constexpr(cute.size(acc_ds)):
+            peak = cutlass.max(peak, ptx.magnitude(acc_ds[i]))
+        peak = cute.arch.warp_redux_sync(peak, "max")
+        # Between the reads of one tile and the writes of the next lies the p_ring, which all warps wait for.
+        if thread % 32 == 0:
+            s_peaks[thread // 32] = peak
+        cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+        for warp in cutlass.range_constexpr(WARPS):
+            peak = cutlass.max(peak, s_peaks[warp])
+        return 14 - ((peak >> 23) - 127)
+
+    @cute.jit
+    def _rescale(self, parts, exponent: Int32):
+        """Multiply dQ by a power of two, which is 1 nearly always."""
+        if exponent != 0:
+            for part in parts:
+                part.acc.store(part.acc.load() * ptx.power_of_two(exponent))
+
+    def _clear(self, parts) -> None:
+        for part in parts:
+            part.acc.fill(0.0)
+
+    # dkv warpgroup.
 
     @cute.jit
     def key_gradient(
-        self, index: cutlass.Constexpr[int], s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts,
-        thread, row_ring, kv_rings, query_ring, p_ring,
+        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, s_gain, thread,
+        row_ring, kv_rings, query_ring, p_ring,
     ):  # fmt: skip
-        """Every second chunk of dKV of each tile, reduced into dkv, and group ``index + 1`` of dQ."""
+        """dKV of each tile, reduced into dkv, and the other groups of dQ."""
         mma = wgmma.tiled(self.dtype, CHUNK, Major.MN, Major.MN)
         p_a, dout_b = wgmma.operands(mma, thread, wgmma.transposed(s_p), wgmma.transposed(wgmma.chunks_of(s_dout)))
         ds_a, q_b = wgmma.operands(mma, thread, wgmma.transposed(s_ds), wgmma.transposed(wgmma.chunks_of(s_q_tile)))
-        acc = wgmma.accumulator(mma, CHUNK)
-        dq_mma, acc_dq, dq_a, dq_b = self._query_gradient(index + 1, s_ds, s_kv_tile, thread)
-        mine = list(range(index, self.chunks_v, 2))
+        accs = wgmma.accumulator(mma, CHUNK), wgmma.accumulator(mma, CHUNK)
+        dq_parts = self._query_gradient(self.groups[1:], s_ds, s_kv_tile, thread)
 
         slots = Int32(0)
         tiles = Int32(0)
@@ -360,44 +424,39 @@ class BackwardSm90:
         work = cute.arch.block_idx()[0]
         while work < s_q * self.head_tiles:
             query, head_tile = work // self.head_tiles, work % self.head_tiles
-            acc_dq.fill(0.0)
+            gain = Int32(GAIN)
+            self._clear(dq_parts)
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
             count = s_counts[row_ring.stage(slots)]
             while count > 0:
-                target = scatter.Targets.create(dkv, s_rows[row_ring.stage(slots), None], thread, self.head_dim)
+                targets = scatter.Targets.create(s_rows[row_ring.stage(slots), None], thread, self.head_dim)
                 row_ring.arrive_empty(slots)
                 slots += 1
-                # The last chunk of 576 columns, which has no part of dO, is each warpgroup's every other tile.
-                extra = self.chunks > self.chunks_v and tiles % 2 == index
                 p_ring.wait_full(tiles)
-                for i in cutlass.range_constexpr(len(mine)):
-                    chunk = mine[i]
-                    wgmma.fence()
-                    wgmma.issue(mma, acc, p_a, dout_b[None, None, None, chunk], fresh=True)
-                    wgmma.issue(mma, acc, ds_a, q_b[None, None, None, chunk], fresh=False)
-                    wgmma.commit()
-                    if cutlass.const_expr(i == 0):
-                        # dQ runs while the first chunk is reduced.
-                        wgmma.issue(dq_mma, acc_dq, dq_a, dq_b, fresh=False)
-                        wgmma.commit()
-                        wgmma.wait(1)
-                    else:
-                        wgmma.wait(0)
-                    if cutlass.const_expr(i == len(mine) - 1):
-                        if not extra:
-                            p_ring.arrive_empty(tiles)
-                    scatter.add(target, acc, chunk * CHUNK)
-                    if cutlass.const_expr(i == 0):
-                        wgmma.wait(0)
-                        kv_rings[index + 1].arrive_empty(tiles)
-                if extra:
-                    wgmma.fence()
-                    wgmma.issue(mma, acc, ds_a, q_b[None, None, None, self.chunks_v], fresh=True)
-                    wgmma.commit()
-                    wgmma.wait(0)
-                    p_ring.arrive_empty(tiles)
-                    scatter.add(target, acc, self.chunks_v * CHUNK)
+                factor = None
+                if cutlass.const_expr(self.scaled):
+                    self._rescale(dq_parts, s_gain[0] - gain)
+                    gain = s_gain[0]
+                    factor = ptx.power_of_two(-gain)
+                wgmma.fence()
+                self._issue_chunk(mma, accs, p_a, dout_b, ds_a, q_b, 0)
+                for part in dq_parts:
+                    wgmma.issue(part.mma, part.acc, part.a, part.b, fresh=False)
+                wgmma.commit()
+                for chunk in cutlass.range_constexpr(self.chunks):
+                    # The next chunk, whose accumulator was reduced two chunks ago, is multiplied meanwhile.
+                    if cutlass.const_expr(chunk + 1 < self.chunks):
+                        wgmma.fence()
+                        self._issue_chunk(mma, accs, p_a, dout_b, ds_a, q_b, chunk + 1)
+                    # Groups are waited for in the order of their commits: chunk 0, dQ, chunk 1, chunk 2, ...
+                    wgmma.wait({0: 2, self.chunks - 1: 0}.get(chunk, 1))
+                    if cutlass.const_expr(chunk == 1):
+                        for ring in kv_rings[1:]:
+                            ring.arrive_empty(tiles)
+                    if cutlass.const_expr(chunk == self.chunks - 1):
+                        p_ring.arrive_empty(tiles)
+                    scatter.add(dkv, targets, accs[chunk % 2], chunk * CHUNK, factor)
                 tiles += 1
                 row_ring.wait_full(slots)
                 count = s_counts[row_ring.stage(slots)]
@@ -405,28 +464,44 @@ class BackwardSm90:
             slots += 1
             query_ring.arrive_empty(queries)
             queries += 1
-            self._store_query_gradient(index + 1, acc_dq, dq_mma, dq, query, head_tile, thread)
+            self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
             work += cute.arch.grid_dim()[0]
 
-    # dQ, whose columns the three consumer warpgroups share.
+    def _issue_chunk(self, mma, accs, p_a, dout_b, ds_a, q_b, chunk: int) -> None:
+        """P^T dO + dS^T Q of 64 columns; columns past D_v have no part of dO."""
+        acc = accs[chunk % 2]
+        if chunk < self.chunks_v:
+            wgmma.issue(mma, acc, p_a, dout_b[None, None, None, chunk], fresh=True)
+        wgmma.issue(mma, acc, ds_a, q_b[None, None, None, chunk], fresh=chunk >= self.chunks_v)
+        wgmma.commit()
 
-    def _query_gradient(self, group: int, s_ds, s_kv_tile, thread):
-        """The product dS K over a group of columns: (tiled product, accumulator, A, B)."""
-        first, columns = self.groups[group]
-        mma = wgmma.tiled(self.dtype, columns, Major.K, Major.MN)
-        keys = wgmma.transposed(wgmma.columns_of(s_kv_tile, first, columns))
-        return mma, wgmma.accumulator(mma, columns), *wgmma.operands(mma, thread, s_ds, keys)
+    # dQ, whose columns the consumer warpgroups share.
+
+    def _query_gradient(self, groups, s_ds, s_kv_tile, thread) -> list[QueryGradient]:
+        """The products dS K over groups of columns."""
+        parts = []
+        for first, columns in groups:
+            mma = wgmma.tiled(self.dtype, columns, Major.K, Major.MN)
+            keys = wgmma.transposed(wgmma.columns_of(s_kv_tile, first, columns))
+            a, b = wgmma.operands(mma, thread, s_ds, keys)
+            parts.append(QueryGradient(first, columns, mma, wgmma.accumulator(mma, columns), a, b))
+        return parts
 
     @cute.jit
-    def _store_query_gradient(self, group: cutlass.Constexpr[int], acc, mma, dq, query, head_tile, thread):
-        """A group of columns of dq, of the heads that exist."""
-        first, columns = self.groups[group]
-        values = softmax.accumulator_rows(acc)
-        place = softmax.accumulator_coordinates(mma.get_slice(thread), (self.config.block_heads, columns))
-        for r in cutlass.range_constexpr(2):
-            head = head_tile * self.config.block_heads + place[r, 0][0]
-            if head < self.heads:
-                row = dq + ((Int64(query) * self.heads + head) * self.head_dim + first + place[r, 0][1])
-                words = cute.recast_ptr(row, dtype=Int32)
-                for c in cutlass.range_constexpr(columns // 8):
-                    (words + c * 4).store(ptx.pack_halves(values[r, 2 * c], values[r, 2 * c + 1], self.dtype))
+    def _store_query_gradient(self, parts, dq, query, head_tile, gain, thread):
+        """Columns of dq, of the heads that exist."""
+        if cutlass.const_expr(self.scaled):
+            self._rescale(parts, -gain)
+        for part in parts:
+            values = softmax.accumulator_rows(part.acc)
+            place = softmax.accumulator_coordinates(
+                part.mma.get_slice(thread), (self.config.block_heads, part.columns)
+            )
+            for r in cutlass.range_constexpr(2):
+                head = head_tile * self.config.block_heads + place[r, 0][0]
+                if head < self.heads:
+                    column = part.first + place[r, 0][1]
+                    row = dq + ((Int64(query) * self.heads + head) * self.head_dim + column)
+                    words = cute.recast_ptr(row, dtype=Int32)
+                    for c in cutlass.range_constexpr(part.columns // 8):
+                        (words + c * 4).store(ptx.pack_halves(values[r, 2 * c], values[r, 2 * c + 1], self.dtype))

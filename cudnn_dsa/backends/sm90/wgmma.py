@@ -65,6 +65,25 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, 
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
 
 
+@cute.jit
+def issue_chunks(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, chunks: cutlass.Constexpr[tuple],
+    fresh: cutlass.Constexpr[bool],
+):  # fmt: skip
+    """``issue`` over chunks [first, end) of 64 columns of K-major operands (.., .., .., chunks), in a loop.
+
+    Unrolled over 576 columns, the descriptors of Q and K were kept in registers and spilled.
+    """
+    atom = cute.make_mma_atom(mma.op)
+    for chunk in cutlass.range(chunks[0], chunks[1], unroll=1):
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            if cutlass.const_expr(fresh and k == 0):
+                atom.set(warpgroup.Field.ACCUMULATE, chunk > chunks[0])
+            else:
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+            cute.gemm(atom, acc, a[None, None, k, chunk], b[None, None, k, chunk], acc)
+
+
 # An accumulator that ordinary instructions have touched must be fenced before the next product that uses it.
 fence = warpgroup.fence
 commit = warpgroup.commit_group
