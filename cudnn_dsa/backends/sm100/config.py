@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from cudnn_dsa.backends.sm100.layout import Tile
@@ -45,6 +45,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.shared_bytes > SHARED_LIMIT or self.tmem_end > TMEM_COLUMNS:
             raise ValueError(f"{self}: {self.shared_bytes} bytes of shared memory, {self.tmem_end} TMEM columns")
+
+    @property
+    def key(self) -> tuple:
+        """All of it, as plain values."""
+        return astuple(self)
 
     # Warps: four warpgroups of one role each, then a warp that issues products and one that reads indices.
     gather_warps = range(0, 4)

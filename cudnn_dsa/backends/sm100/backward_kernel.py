@@ -82,17 +82,17 @@ class BackwardSm100:
         topk_idxs: cute.Pointer,
         topk_length: cute.Pointer,
         dq: cute.Pointer,
-        dkv: cute.Pointer,
+        sums: cute.Pointer,
         s_q: Int32,
         s_kv: Int32,
         topk: Int32,
         softmax_scale: Float32,
     ):
-        """dq (S_q, H, D), and dkv (S_kv, D) fp32, to which is added; from q (S_q, H, D), kv (S_kv, D), dout (S_q, H,
+        """dq (S_q, H, D), and sums (S_kv, D) fp32 of dkv, to which is added; from q (S_q, H, D), kv (S_kv, D), dout (S_q, H,
         D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only), topk_idxs (S_q, K), topk_length (S_q,)."""
         c = self.config
         self.kernel(
-            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, dkv, s_kv, topk, softmax_scale
+            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, sums, s_kv, topk, softmax_scale
         ).launch(
             grid=(s_q * c.head_tiles, 1, 1), block=(c.threads, 1, 1), smem=c.shared_bytes, min_blocks_per_mp=1
         )  # fmt: skip
@@ -109,7 +109,7 @@ class BackwardSm100:
         topk_idxs: cute.Pointer,
         topk_length: cute.Pointer,
         dq: cute.Pointer,
-        dkv: cute.Pointer,
+        sums: cute.Pointer,
         s_kv: Int32,
         topk: Int32,
         softmax_scale: Float32,
@@ -151,7 +151,7 @@ class BackwardSm100:
             self.store_dq(cta, dq, tiles, exponent, warp - 4)
         elif warp < 16:
             cute.arch.setmaxregister_increase(c.registers.reduce)
-            self.reduce(cta, dkv, exponent, warp - 8)
+            self.reduce(cta, sums, exponent, warp - 8)
         else:
             cute.arch.setmaxregister_decrease(c.registers.issue)
             if warp == c.issue_warp:
@@ -406,7 +406,7 @@ class BackwardSm100:
     # Reduce warps
 
     @cute.jit
-    def reduce(self, cta: Cta, dkv: cute.Pointer, exponent: Int32, warp: Int32):
+    def reduce(self, cta: Cta, sums: cute.Pointer, exponent: Int32, warp: Int32):
         """dKV^T: lane = column of D, register = key. The two warpgroups take turns, chunk by chunk."""
         c = self.config
         lane = cute.arch.lane_idx()
@@ -419,12 +419,12 @@ class BackwardSm100:
             for chunk in cutlass.range(c.full_chunks, unroll=1):
                 use = n * c.chunks + chunk
                 if use % 2 == group:
-                    column = dkv + (chunk * CHUNK + quarter * 32 + lane)
+                    column = sums + (chunk * CHUNK + quarter * 32 + lane)
                     self.add_chunk(cta, use, lanes, KEYS, column, rows, Int32(0), back)
             if cutlass.const_expr(c.rest > 0):
                 use = n * c.chunks + c.full_chunks
                 if use % 2 == group:
-                    column = dkv + (c.full_chunks * CHUNK + quarter * 16 + lane % 16)
+                    column = sums + (c.full_chunks * CHUNK + quarter * 16 + lane % 16)
                     self.add_chunk(cta, use, lanes, KEYS // 2, column, rows, lane // 16 * (KEYS // 2), back)
             cta.rings["rows"].arrive_empty(n)
             n += 1
