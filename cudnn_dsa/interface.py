@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cudnn_dsa import backends, selftest, verify
+from cudnn_dsa import backends, selftest, transforms, verify
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts import TensorSpec, describe
 from cudnn_dsa.contracts.errors import ContractError
@@ -165,6 +165,10 @@ def run(tensors: Tensors, options: Options, launch: Launch) -> Gradients | Outpu
         options: the rest of the contract.
         launch: how to run it.
     """
+    wrapped = transforms.active()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and (wrapped or type(tensor) not in _PLAIN_TENSORS):
+            transforms.refuse_wrapped(name, tensor)
     problem = gate(tensors, options)
     if launch.planned is not None:
         problem.check_same_plan(launch.planned)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -49,13 +50,12 @@ class Device(Protocol):
         """A handle of the artifact's kernel."""
 
     def launch(
-        self, handle: Any, config: Configuration, block: bytearray, offsets: Sequence[int], stream: Any, values: Mapping
+        self, handle: Any, config: Configuration, block: bytearray, stream: Any, values: Mapping[str, Any]
     ) -> None:
         """Launch on ``stream``.
 
         Args:
-            block: all parameters; those that point hold addresses.
-            offsets: of the parameters in it, and last its end.
+            block: the parameters, at the offsets of the artifact's ``launch``.
             values: the inputs as the caller gave them, by name.
         """
 
@@ -78,29 +78,15 @@ class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, padding to 8 bytes, a 64-byte value."""
-
-    _fields_ = [("id", c_uint), ("pad", c_uint), ("value", c_uint * 16)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("stream", c_void_p),
-        ("attributes", POINTER(_Attribute)),
-        ("count", c_uint),
-    ]
-
-
+# CUlaunchConfig: grid, block, shared memory, stream, attributes and their number. Packing it costs a tenth of what
+# filling a ctypes structure does, and a backward is several launches.
+_CONFIG = struct.Struct("<7I4xQQI4x")
+_ATTRIBUTE = struct.Struct("<I4x3I52x")  # CUlaunchAttribute, of a cluster: its id, and a value of 64 bytes
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8
+_MAP_ALIGNMENT = 64  # of a CUtensorMap
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
 _INVALID_CONTEXT = 201
 
@@ -126,7 +112,7 @@ def _library() -> ctypes.CDLL:
         "cuLibraryUnload": (c_void_p,),
         "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
         "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
-        "cuLaunchKernelEx": (POINTER(_Config), c_void_p, POINTER(c_void_p), c_void_p),
+        "cuLaunchKernelEx": (c_char_p, c_void_p, c_char_p, c_void_p),
     }.items():
         getattr(library, name).argtypes = types
     return library
@@ -147,6 +133,17 @@ def _error(code: int) -> str:
     return f"{texts[0]} ({code}): {texts[1]}"
 
 
+class _Staging(threading.local):
+    """Where a thread's parameters stand while the driver copies them: aligned as tensor maps are in a C program."""
+
+    def __init__(self, offsets: tuple[int, ...]) -> None:
+        size = offsets[-1]
+        self._memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT)
+        base = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        self.view = memoryview((ctypes.c_char * size).from_address(base)).cast("B")
+        self.pointers = struct.pack(f"<{len(offsets) - 1}Q", *(base + offset for offset in offsets[:-1]))
+
+
 class _LoadedCubin:
     """A kernel of a loaded cubin; unloaded with the last reference."""
 
@@ -161,7 +158,10 @@ class _LoadedCubin:
         _call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, artifact.launch.shared, kernel, device)
         if cluster[0] * cluster[1] * cluster[2] > _PORTABLE_CLUSTER:
             _call("cuKernelSetAttribute", _NON_PORTABLE_CLUSTER, 1, kernel, device)
-        self.handle = kernel
+        self.kernel = kernel
+        self.staging = _Staging(artifact.launch.offsets())
+        self._attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_CLUSTER_DIMENSION, *cluster), _ATTRIBUTE.size)
+        self.attributes = (ctypes.addressof(self._attribute), 1) if cluster != (1, 1, 1) else (0, 0)
 
     def __del__(self) -> None:
         if getattr(self, "_library", None):
@@ -194,27 +194,17 @@ class CudaDevice:
             return _LoadedCubin(artifact, self._device)
 
     def launch(
-        self,
-        handle: _LoadedCubin,
-        config: Configuration,
-        block: bytearray,
-        offsets: Sequence[int],
-        stream: Any,
-        values: Mapping,
+        self, handle: _LoadedCubin, config: Configuration, block: bytearray, stream: Any, values: Mapping[str, Any]
     ) -> None:
-        parameters = (ctypes.c_char * len(block)).from_buffer(block)
-        base = ctypes.addressof(parameters)
-        count = len(offsets) - 1
-        pointers = (c_void_p * count)(*[base + offset for offset in offsets[:-1]])
-        raw = _Config(config.grid, config.block, config.shared, getattr(stream, "cuda_stream", stream))
-        if config.cluster != (1, 1, 1):
-            attribute = _Attribute(_CLUSTER_DIMENSION, 0, config.cluster)
-            raw.attributes, raw.count = ctypes.pointer(attribute), 1
+        raw = getattr(stream, "cuda_stream", stream) or 0
+        packed = _CONFIG.pack(*config.grid, *config.block, config.shared, raw, *handle.attributes)
+        staging = handle.staging
+        staging.view[:] = block
         launch = _library().cuLaunchKernelEx
-        code = launch(byref(raw), handle.handle, pointers, None)
+        code = launch(packed, handle.kernel, staging.pointers, None)
         if code == _INVALID_CONTEXT:  # a thread that has not used this device yet
             with self._current():
-                code = launch(byref(raw), handle.handle, pointers, None)
+                code = launch(packed, handle.kernel, staging.pointers, None)
         if code:
             raise DriverError(f"launch of grid {config.grid}, block {config.block}: {_error(code)}")
 

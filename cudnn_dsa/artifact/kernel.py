@@ -68,8 +68,8 @@ class Kernel:
             ContractError: an address is not aligned as the kernel assumes.
             DriverError: the driver refuses.
         """
-        packed, block = self.pack(values)
-        self._device.launch(self._handle, packed, block, self._offsets, stream, values)
+        config, block = self.pack(values)
+        self._device.launch(self._handle, config, block, stream, values)
 
     def pack(self, values: Mapping[str, Any]) -> tuple[Configuration, bytearray]:
         """The launch's configuration, and the bytes of its parameters."""

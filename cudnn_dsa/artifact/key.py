@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from cudnn_dsa.artifact.description import Source
 
-SHARED_PARTS = "cudnn_dsa.cute"
+SHARED_PARTS = Path(__file__).resolve().parents[1] / "cute"
 # What compiles: the DSL, with the assembler in its libraries. The file of another version is another file.
 TOOLCHAIN = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base")
 _PLAIN = (str, int, float, bool, type(None))
@@ -63,15 +62,12 @@ def toolchain() -> dict[str, str]:
 @functools.lru_cache(maxsize=64)
 def program_text(module: str) -> str:
     """Digest of the Python files of the package that ``module`` is in, and of the parts that all kernels share."""
-    package = module.rpartition(".")[0]
-    files = _files(SHARED_PARTS) | (_files(package) if package else {module: Path(str(sys.modules[module].__file__))})
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    file = Path(str(spec.origin))
+    files = _files(SHARED_PARTS) | (_files(file.parent) if "." in module else {module: file})
     return digest({name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()})
 
 
-def _files(package: str) -> dict[str, Path]:
-    spec = importlib.util.find_spec(package)
-    found = {}
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        for path in sorted(Path(folder).rglob("*.py")):
-            found[f"{package}/{path.relative_to(folder).as_posix()}"] = path
-    return found
+def _files(folder: Path) -> dict[str, Path]:
+    return {f"{folder.name}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*.py")}

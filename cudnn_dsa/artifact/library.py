@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from cudnn_dsa.artifact import build, driver, key
+from cudnn_dsa.artifact import aot, build, driver, key
 from cudnn_dsa.artifact.cache import CACHE
 from cudnn_dsa.artifact.description import Artifact, Source
 from cudnn_dsa.artifact.kernel import Kernel
@@ -23,13 +20,29 @@ logger = logging.getLogger(__name__)
 
 MAX_ARTIFACTS = 256  # kept in memory, some hundred KB each
 PACKAGED = Path(__file__).resolve().parent.parent / "kernels"  # what a wheel may carry
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
-
 Sources = Callable[[Problem, str], Iterable[Source]]
 
 _lock = threading.Lock()
 _artifacts: dict[str, Artifact] = {}
+
+
+def unavailable(device: str, major: int) -> str | None:
+    """Why kernels for compute capability ``major``.x cannot run on a torch device, or None: the answer of a backend.
+
+    Args:
+        device: ``"cuda:0"``, ``"cpu"``.
+        major: 9 for Hopper, 10 for Blackwell.
+    """
+    stand_in = driver.installed()
+    if stand_in is None and not device.startswith("cuda"):
+        return f"it runs on CUDA devices, not on {device}"
+    try:
+        architecture = (stand_in or driver.current(device)).architectures[0]
+    except driver.DriverError as error:
+        return str(error)
+    if architecture[:-2] != f"sm_{major}":
+        return f"{device} is {architecture[:-1]}, the kernels are for sm_{major}x"
+    return None if any(_records(folder) for folder in directories()) else build.unavailable()
 
 
 def load(sources: Sources, problem: Problem) -> Mapping[str, Kernel]:
@@ -71,14 +84,16 @@ def artifacts_of(sources: Sources, problem: Problem, architectures: tuple[str, .
         whole = [artifact for artifact in ahead if artifact is not None]
         if len(whole) == len(ahead):
             return whole
-    return [find(source) for source in sources(problem, architectures[0])]
+    return [compiled(source) for source in sources(problem, architectures[0])]
 
 
 def find(source: Source) -> Artifact:
-    """The artifact of a source, compiled if it is nowhere to be found."""
-    ahead = _ahead_of_time(source)
-    if ahead is not None:
-        return ahead
+    """The artifact of a source: built ahead of time, else compiled, here or earlier."""
+    return _ahead_of_time(source) or compiled(source)
+
+
+def compiled(source: Source) -> Artifact:
+    """The artifact of a source by the compiler that is installed here: from memory, the disk cache or the compiler."""
     digest = key.cache_key(source)
     with _lock:
         found = _artifacts.get(digest)
@@ -106,39 +121,15 @@ def directories() -> tuple[Path, ...]:
 
 
 def _ahead_of_time(source: Source) -> Artifact | None:
-    wanted = None
     for folder in directories():
-        manifest = _manifest(folder)
-        if manifest:
-            wanted = wanted or key.identity(source)
-            if wanted in manifest:
-                return read(folder, manifest[wanted])
+        records = _records(folder)
+        if records:
+            record = records.get(key.identity(source))
+            if record is not None:
+                return aot.read(folder, record)
     return None
 
 
 @functools.lru_cache(maxsize=16)
-def _manifest(folder: Path) -> dict[str, Any]:
-    """identity -> {file: hash} of a directory that ``aot`` wrote; empty where there is none."""
-    try:
-        data = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return {}
-    if data["format"] != MANIFEST_FORMAT:
-        logger.warning("%s: of another version (format %s)", folder / MANIFEST, data["format"])
-        return {}
-    return {record["identity"]: record for record in data["kernels"]}
-
-
-def read(folder: Path, record: Mapping[str, Any]) -> Artifact:
-    """The artifact of a manifest's record.
-
-    Raises:
-        RuntimeError: a file is not the one that was written.
-    """
-    files = {}
-    for role, (name, digest) in record["files"].items():
-        data = (folder / name).read_bytes()
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise RuntimeError(f"{folder / name} is not the file that was built: build the directory again")
-        files[role] = data
-    return Artifact.from_files(files)
+def _records(folder: Path) -> dict[str, aot.Record]:
+    return {record["identity"]: record for record in aot.manifest(folder)}

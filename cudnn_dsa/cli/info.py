@@ -13,11 +13,11 @@ from typing import Any
 
 import cudnn_dsa
 from cudnn_dsa._version import __version__
-from cudnn_dsa.artifact import cache
+from cudnn_dsa.artifact import aot, cache, library
 from cudnn_dsa.cli import availability, console
 
 # Distributions that decide what runs, as pip names them.
-PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "cuda-core", "nvidia-cudnn-frontend")
+PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +31,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything this command knows, as plain data: ``backends``, ``versions``, ``cuda``, ``cpu``, ``kernel_cache``."""
+    """Everything this command knows, as plain data."""
     import torch
+
+    from cudnn_dsa import selftest
 
     directory = cache.directory()
     return {
@@ -59,6 +61,8 @@ def collect() -> dict[str, Any]:
             "extension": extension_file(),
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
+        "self_tests": selftest.verdicts(),
+        "kernels_built_ahead": [str(folder) for folder in library.directories() if aot.manifest(folder)],
         "kernel_cache": {
             "directory": str(directory), "exists": directory.is_dir(), "bytes": directory_bytes(directory),
         },
@@ -85,8 +89,24 @@ def as_text(facts: dict[str, Any]) -> str:
         pairs.append([device["device"], text])
     content = console.size(kernel_cache["bytes"]) if kernel_cache["exists"] else "empty"
     pairs.append(["kernel cache", f"{kernel_cache['directory']} ({content})"])
+    pairs.append(["kernels built ahead", ", ".join(facts["kernels_built_ahead"]) or "none"])
     parts += ["", console.table(["what", "version or state"], pairs)]
+    if facts["self_tests"]:
+        parts += [
+            "",
+            console.table(["kernels of", "self-tested on", "passed", "failed"], _tallies(facts["self_tests"])),
+        ]
+        parts += [f"FAILED: {t['kernel']}: {t['report']}" for t in facts["self_tests"] if not t["passed"]]
     return "\n".join(parts)
+
+
+def _tallies(verdicts: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each backend and kind of device, with the numbers of kernels that passed and that failed."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for verdict in verdicts:
+        count = counts.setdefault((verdict["backend"], verdict["kind"]), [0, 0])
+        count[0 if verdict["passed"] else 1] += 1
+    return [[*where, *map(str, count)] for where, count in counts.items()]
 
 
 def directory_bytes(directory: Path) -> int:

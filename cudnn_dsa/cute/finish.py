@@ -4,6 +4,9 @@ It casts to bf16 or fp16, copies to fp32, or adds into fp32 (``accumulate``), an
 the reduction interleaved them (see scatter.py). Memory-bound; a thread turns 16 columns.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64

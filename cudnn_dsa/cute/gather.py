@@ -1,5 +1,8 @@
 """The key gather: selected rows of kv into a swizzled tile of shared memory, 16 bytes a thread and copy."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64

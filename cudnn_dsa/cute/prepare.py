@@ -6,6 +6,9 @@
 One CTA a query. A row without a valid key has Z2 = +inf whatever its lse holds. The sums have a fixed order.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -120,7 +123,7 @@ class SinkGradient:
     """
 
     HEADS = 8
-    ROWS = 64
+    ROWS = 128
 
     def __init__(self, heads: int):
         self.heads = heads
@@ -131,13 +134,13 @@ class SinkGradient:
     ):
         """d_sink (H,) from z2 and delta (S_q, H) and attn_sink (H,), all fp32."""
         self.kernel(z2, delta, attn_sink, d_sink, s_q).launch(
-            grid=(cute.ceil_div(self.heads, self.HEADS), 1, 1), block=(self.HEADS * self.ROWS, 1, 1), smem=4 * self.HEADS * self.ROWS
+            grid=(cute.ceil_div(self.heads, self.HEADS), 1, 1),
+            block=(self.HEADS * self.ROWS, 1, 1),
+            smem=4 * self.HEADS * self.ROWS,
         )
 
     @cute.kernel
-    def kernel(
-        self, z2: cute.Pointer, delta: cute.Pointer, attn_sink: cute.Pointer, d_sink: cute.Pointer, s_q: Int32
-    ):
+    def kernel(self, z2: cute.Pointer, delta: cute.Pointer, attn_sink: cute.Pointer, d_sink: cute.Pointer, s_q: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         allocator = cutlass.memory.SmemAllocator()
@@ -147,14 +150,14 @@ class SinkGradient:
         total = Float32(0.0)
         if head < self.heads:
             sink2 = (attn_sink + head).load() * softmax.LOG2_E
-            query = row
-            while query < s_q:
+            # Unrolled, so that several loads are under way: the sum waits for nothing else.
+            for i in cutlass.range((s_q - row + self.ROWS - 1) // self.ROWS, unroll=4):
+                query = row + i * self.ROWS
                 place = Int64(query) * self.heads + head
                 share = softmax.sink_share(sink2, (z2 + place).load())
                 # Selected, not multiplied: delta of a row without a key may be anything.
                 if share > 0.0:
                     total -= share * (delta + place).load()
-                query += self.ROWS
         sums[row, column] = total
         cute.arch.sync_threads()
         step = self.ROWS // 2

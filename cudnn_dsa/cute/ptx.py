@@ -1,5 +1,8 @@
 """Single PTX instructions that the DSL has no call for, or whose call says less than the instruction."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -63,6 +66,14 @@ def red_add(target: cute.Pointer, value: Float32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def store_v4(target: cute.Pointer, words, *, loc=None, ip=None) -> None:
+    """Four 32-bit registers to 16 aligned bytes of global memory."""
+    operands = [target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
+    _asm(None, operands, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", True)
+
+
+@dsl_user_op
 def min_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """The smaller, or NaN if either is: a NaN of the inputs must reach the gradient, not vanish in a clamp."""
     operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
@@ -71,17 +82,13 @@ def min_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def log2_approx(a: Float32, *, loc=None, ip=None) -> Float32:
-    return Float32(
-        _asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False)
-    )
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False))
 
 
 @dsl_user_op
 def exp2_approx(a: Float32, *, loc=None, ip=None) -> Float32:
     """2**a to 2 ulp; 0 for -inf and below -126."""
-    return Float32(
-        _asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False)
-    )
+    return Float32(_asm(T.f32(), [Float32(a).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False))
 
 
 @dsl_user_op
@@ -120,6 +127,18 @@ def choose(condition: cutlass.Boolean, first: Float32, second: Float32, *, loc=N
             cutlass.Boolean(condition).ir_value(loc=loc, ip=ip),
             Float32(first).ir_value(loc=loc, ip=ip),
             Float32(second).ir_value(loc=loc, ip=ip),
+        )
+    )
+
+
+@dsl_user_op
+def choose_word(condition: cutlass.Boolean, first: Int32, second: Int32, *, loc=None, ip=None) -> Int32:
+    """``choose`` of 32-bit registers."""
+    return Int32(
+        arith.select(
+            cutlass.Boolean(condition).ir_value(loc=loc, ip=ip),
+            Int32(first).ir_value(loc=loc, ip=ip),
+            Int32(second).ir_value(loc=loc, ip=ip),
         )
     )
 

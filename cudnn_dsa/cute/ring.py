@@ -1,18 +1,21 @@
 """Hand-over of buffers between warps: a ring of stages with two mbarriers each."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 
 @dataclass(frozen=True)
 class Ring:
     """``stages`` buffers; the n-th use of the ring is stage n % stages, and n counts for the life of the CTA.
 
-    A producer waits for ``empty``, writes, and arrives at ``full``; a consumer waits for ``full``, reads, and arrives at
-    ``empty``. Whoever arrives does so once a warp (``arrive_*``), after its lanes have met, or through the completion of
-    its copies (``full(n)`` handed to a copy).
+    A producer waits for ``empty``, writes, and arrives at ``full``; a consumer waits for ``full``, reads, and arrives
+    at ``empty``. Whoever arrives does so once a warp (``arrive_*``), after its lanes have met, or through the
+    completion of its copies (``full(n)`` handed to a copy).
     """
 
     barriers: cute.Pointer
@@ -22,6 +25,16 @@ class Ring:
     def barriers_of(stages: int) -> int:
         """How many 8-byte mbarriers a ring takes."""
         return 2 * stages
+
+    @staticmethod
+    def create(memory, stages: "list[int]") -> "list[Ring]":
+        """A ring of each number of stages, their barriers allocated in shared memory."""
+        barriers = memory.allocate_array(Int64, sum(map(Ring.barriers_of, stages)))
+        rings = []
+        for count in stages:
+            rings.append(Ring(barriers, count))
+            barriers = barriers + Ring.barriers_of(count)
+        return rings
 
     def init(self, producers: int, consumers: int) -> None:
         """By one thread: how many arrivals complete ``full`` and ``empty``."""

@@ -5,6 +5,9 @@ fp32 make a vector reduction, so two neighbouring groups of eight are stored int
 (2q, 2q + 1, 8 + 2q, 9 + 2q) lie together at 4q. ``finish.py`` undoes that.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 from dataclasses import dataclass
 
 import cutlass.cute as cute

@@ -4,6 +4,9 @@ An entry of topk_idxs counts if it lies in [0, S_kv) and before topk_length. ``f
 into tiles, in their order, so that every tile but the last is full, and tiles without a valid key do not exist.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -74,9 +77,10 @@ def feed_rows(
     lane = cute.arch.lane_idx()
     filled = Int32(0)
     start = Int32(0)
+    row = load_row(entries, lane, length, s_kv)
     ring.wait_empty(n)
     while start < length:
-        row = load_row(entries, start + lane, length, s_kv)
+        upcoming = load_row(entries, start + WARP + lane, length, s_kv)  # under way while this one is packed
         votes = cute.arch.vote_ballot_sync(row >= 0)
         place = filled + cute.arch.popc(votes & (cute.arch.lanemask_lt()))
         filled += cute.arch.popc(votes)
@@ -91,6 +95,7 @@ def feed_rows(
             ring.wait_empty(n)
             if row >= 0 and place >= block_keys:
                 rows[ring.stage(n), place - block_keys] = row
+        row = upcoming
         start += WARP
     if filled > 0:
         for i in cutlass.range_constexpr(block_keys // WARP):

@@ -7,6 +7,9 @@ With scale2 = softmax_scale * log2(e), s = q.k and Z2 = log2(e) * logaddexp(lse,
 Z2 = +inf stands for "nothing of this row counts": p and ds are then exact zeros.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import math
 
 import cutlass

@@ -46,9 +46,7 @@ def sink_gradient(problem: Problem, arch: str) -> Source:
         return SinkGradient(heads)
 
     inputs = {"z2": "float32*", "delta": "float32*", "attn_sink": "float32*", "d_sink": "float32*", "s_q": "int32"}
-    return simple(
-        "sink_gradient", arch, (arch, heads), host, inputs, " ".join(inputs), -(-heads // 8), 512, 2048
-    )
+    return simple("sink_gradient", arch, (arch, heads), host, inputs, " ".join(inputs), -(-heads // 8), 1024, 4096)
 
 
 def finish(problem: Problem, arch: str, interleaved: bool) -> Source:

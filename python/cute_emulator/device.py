@@ -6,7 +6,7 @@ has: a backend's, which packs the parameters itself. No DSL is needed for a kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,18 +48,17 @@ class EmulatedDevice:
         self._transform = transform
 
     def load(self, artifact: Any) -> Any:
-        return load(self._transform(artifact.ptx) if self._transform else artifact.ptx), artifact.entry
+        return load(self._transform(artifact.ptx) if self._transform else artifact.ptx), artifact
 
-    def launch(
-        self, handle: Any, config: Any, block: bytearray, offsets: Sequence[int], stream: Any, values: Mapping[str, Any]
-    ) -> None:
-        module, entry = handle
-        sizes = [p.size for p in module.program(entry).kernel.entry.parameters]
+    def launch(self, handle: Any, config: Any, block: bytearray, stream: Any, values: Mapping[str, Any]) -> None:
+        module, artifact = handle
+        sizes = [argument.layout[0] for argument in artifact.launch.arguments]
+        offsets = artifact.launch.offsets()
         parameters = [bytes(block[at : at + size]) for at, size in zip(offsets, sizes, strict=False)]
         regions = [Region(*memory, name) for name, value in values.items() if (memory := memory_of(value)) is not None]
         report = launch(
             module,
-            entry,
+            artifact.entry,
             config.grid,
             config.block,
             parameters,

@@ -9,7 +9,7 @@ pytest.importorskip("cutlass")
 import cutlass
 import cutlass.cute as cute
 from artifact_capture import assert_same_launch, dsl_launch
-from artifact_kernels import scale_rows
+from artifact_demo.backend import scale_rows
 
 from cudnn_dsa.artifact import Launch, Source, Struct, TensorMap, tensor_map
 from cudnn_dsa.artifact.description import parse_input

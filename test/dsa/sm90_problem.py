@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("cutlass")
 
-import cute_emulator
-from cudnn_dsa.backends import BackwardTensors, sm90
 from dsa_cases import Case
 from sm100_problem import name_of, problem_of
+
+import cute_emulator
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors, sm90
 
 POISON = float("nan")
 
@@ -39,3 +40,19 @@ def backward(
     with cute_emulator.device("sm_90a", **emulation) as gpu:
         sm90.backward(problem, tensors, workspace, None)
     return (dq, dkv, d_sink), gpu
+
+
+def forward(case: Case, *, out_dtype: torch.dtype | None = None, **emulation):
+    """((out, lse), emulated device); out and lse start as NaN."""
+    out_dtype = out_dtype or case.q.dtype
+    problem = problem_of(case, "forward", backend="sm90", out_dtype=name_of(out_dtype))
+    assert sm90.supports(problem) is None
+    out = torch.full(case.dout.shape, POISON, dtype=out_dtype)
+    lse = torch.full(case.dout.shape[:2], POISON)
+    tensors = ForwardTensors(
+        q=case.q, kv=case.kv, topk_idxs=case.topk_idxs, attn_sink=case.attn_sink, topk_length=case.topk_length,
+        softmax_scale=case.softmax_scale, out=out, lse=lse,
+    )  # fmt: skip
+    with cute_emulator.device("sm_90a", **emulation) as gpu:
+        sm90.forward(problem, tensors, None, None)
+    return (out, lse), gpu

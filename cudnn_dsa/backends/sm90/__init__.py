@@ -1,6 +1,7 @@
 """The Hopper backend (compute capability 9.0): CuTe-DSL kernels; D in (512, 576), bf16 and fp16.
 
-``backward_kernel.py`` is the kernel, ``config.py`` its tiles and registers, ``sources.py`` the kernels that a problem
+``backward_kernel.py`` and ``forward_kernel.py`` are the kernels, ``producer.py``, ``scores.py``, ``epilogue.py`` and
+``wgmma.py`` what they share, ``config.py`` their tiles and registers, ``sources.py`` the kernels that a problem
 launches, ``plans.py`` the launches of a call. docs/sm90.md explains them. Nothing of the CuTe DSL is imported before a
 kernel has to be compiled.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn_dsa.artifact import driver
+from cudnn_dsa.artifact import build, driver, library
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability
 from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
 
@@ -26,16 +27,16 @@ def unavailable(device: str) -> str | None:
     major, minor = device_capability(device)
     if (major, minor) != CAPABILITY:
         return f"it is built for compute capability 9.0, {device} has {major}.{minor}"
-    return None
+    if any((folder / library.MANIFEST).exists() for folder in library.directories()):
+        return None
+    return build.unavailable()
 
 
 def supports(problem: Problem) -> str | None:
     p = problem
-    if p.direction != "backward":
-        return "there is no forward kernel here"
     if p.q_cluster_mode != "off":
         return "queries are not clustered here"
-    if p.deterministic:
+    if p.deterministic and p.direction == "backward":
         return "dkv is summed by atomics, in no fixed order"
     if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
         return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
@@ -49,6 +50,8 @@ def supports(problem: Problem) -> str | None:
 
 
 def workspace_bytes(problem: Problem) -> int:
+    if problem.direction == "forward":
+        return 0
     from cudnn_dsa.backends.sm90 import plans
 
     return plans.backward_workspace(problem).total
@@ -67,7 +70,9 @@ def fingerprint(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
-    raise NotImplementedError("there is no forward kernel here")
+    from cudnn_dsa.backends.sm90 import plans
+
+    plans.forward(problem, tensors, stream)
 
 
 def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None:

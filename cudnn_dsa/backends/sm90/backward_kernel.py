@@ -8,12 +8,10 @@ For a query, 64 of its heads and its selected keys, 64 at a time (V is the first
 
 Z2 and delta come from cute/prepare.py; the fp32 sums of dkv go to cute/finish.py.
 
-fp16. P and dS are rounded to fp16 for the products, and dS may lie anywhere below 2**-24 or above 2**16. So both are
-multiplied by a power of two, 2**gain: gain starts at 15, which keeps P below 2**16 and all 11 bits of a dS above 2**-28,
-and falls when a larger |dS| comes along; dQ is then rescaled like the output of an online softmax. dQ and dKV are
-divided again, exactly, as they leave. Matrix units also cut a sum off after every 16 terms, where rounding would be
-right: over 576 columns and at |s| = 200 that is as much as fp16 rounds P by. For fp16 each group of columns is summed
-from zero and the groups are added by ordinary instructions.
+fp16. P and dS are rounded for the products, and dS may lie anywhere below 2**-24 or above 2**16. So both are
+multiplied by a power of two, 2**gain: gain starts at 15, which keeps P below 2**16 and all 11 bits of a dS above
+2**-28, and falls when a larger |dS| comes along; dQ is then rescaled like the output of an online softmax. dQ and dKV
+are divided again, exactly, as they leave. For its scores see scores.py.
 
 Roles, three warpgroups of a persistent CTA:
 
@@ -29,25 +27,38 @@ dkv warpgroup, whose reductions bound this kernel, always has work: one chunk is
 Shared memory, D = 576: Q 72 KB, dO 64 KB, K 72 KB, P 8 KB, dS 8 KB; row numbers and barriers 1.2 KB.
 """
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 
 from cudnn_dsa.backends.sm90 import wgmma
-from cudnn_dsa.backends.sm90.config import WARPGROUP, BackwardConfig
-from cudnn_dsa.backends.sm90.wgmma import Major
-from cudnn_dsa.cute import ptx, scatter, selection, softmax
-from cudnn_dsa.cute.gather import gather_columns
+from cudnn_dsa.backends.sm90.config import WARPGROUP, WARPS, Config, backward_shared
+from cudnn_dsa.backends.sm90.epilogue import store_heads
+from cudnn_dsa.backends.sm90.producer import (
+    Dense,
+    Rows,
+    Selection,
+    Work,
+    exists,
+    feed,
+    gather,
+    row_tiles,
+    split,
+    swizzled_tile,
+    tensor_map,
+)
+from cudnn_dsa.backends.sm90.scores import issue_scores
+from cudnn_dsa.backends.sm90.wgmma import CHUNK, Major
+from cudnn_dsa.cute import ptx, scatter, softmax
 from cudnn_dsa.cute.ring import Ring
 
-CHUNK = 64  # columns of dkv computed and reduced at a time
-WARPS = 4  # of a warpgroup
 GAIN = 15  # the exponent that fp16's P and dS start with: P is at most 1
 SCORE_BARRIER = 1  # named barrier of the score warpgroup
-READ_ONCE = 0x12F0000000000000  # cache policy of tensor copies: evict_first
 
 
 class QueryGradient(NamedTuple):
@@ -61,6 +72,22 @@ class QueryGradient(NamedTuple):
     b: cute.Tensor
 
 
+class Shared(NamedTuple):
+    """Shared memory, and the rings that hand it over."""
+
+    q: cute.Tensor  # (heads, D)
+    dout: cute.Tensor  # (heads, D_v)
+    kv: cute.Tensor  # (keys, D)
+    p: cute.Tensor  # (heads, keys)
+    ds: cute.Tensor  # (heads, keys)
+    rows: Rows
+    peaks: cute.Tensor  # the largest |dS| of each score warp
+    gain: cute.Tensor  # of P and dS
+    kv_rings: list[Ring]  # a group of columns of kv each
+    query_ring: Ring  # q and dout
+    p_ring: Ring  # p, ds and gain
+
+
 class BackwardSm90:
     """Compile-time parameters of the kernel; ``__call__`` is the host function.
 
@@ -72,7 +99,7 @@ class BackwardSm90:
 
     def __init__(
         self, dtype: type[cutlass.Numeric], heads: int, head_dim: int, head_dim_v: int, has_topk_length: bool,
-        config: BackwardConfig,
+        config: Config,
     ):  # fmt: skip
         self.dtype = dtype
         self.heads, self.head_dim, self.head_dim_v = heads, head_dim, head_dim_v
@@ -103,26 +130,16 @@ class BackwardSm90:
     ):
         """dq (S_q, H, D), and dkv (S_kv, D) fp32 interleaved, to which is added; from q (S_q, H, D), kv (S_kv, D),
         dout (S_q, H, D_v), z2 and delta (S_q, H) fp32, topk_idxs (S_q, K), topk_length (S_q,)."""
-        q_map, q_tensor = self._tensor_map(q, self.head_dim, s_q)
-        dout_map, dout_tensor = self._tensor_map(dout, self.head_dim_v, s_q)
+        q_map, q_tensor = tensor_map(q, self.heads, self.head_dim, s_q, self.config.block_heads)
+        dout_map, dout_tensor = tensor_map(dout, self.heads, self.head_dim_v, s_q, self.config.block_heads)
         grid = cutlass.min(s_q * self.head_tiles, multiprocessors)
         self.kernel(
             q_map, q_tensor, dout_map, dout_tensor, kv, z2, delta, topk_idxs, topk_length, dq, dkv,
             s_q, s_kv, topk, softmax_scale,
         ).launch(
             grid=(grid, 1, 1), block=(self.config.threads, 1, 1),
-            smem=self.config.shared_bytes(self.head_dim, self.head_dim_v), min_blocks_per_mp=1,
+            smem=backward_shared(self.config, self.head_dim, self.head_dim_v), min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def _tensor_map(self, base: cute.Pointer, columns: int, s_q: Int32):
-        """A tensor copy of 64 heads x 64 columns of one query; heads past H arrive as zeros."""
-        layout = cute.make_layout(
-            (self.heads, columns, s_q), stride=(columns, 1, self.heads * columns)
-        )
-        box = wgmma.swizzled(self.dtype, self.config.block_heads, CHUNK)
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(base, layout), box, (self.config.block_heads, CHUNK)
-        )
 
     @cute.kernel
     def kernel(
@@ -147,154 +164,85 @@ class BackwardSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
 
-        memory = cutlass.memory.SmemAllocator()
-        s_q_tile = self._tile(memory, config.block_heads, self.head_dim)
-        s_dout = self._tile(memory, config.block_heads, self.head_dim_v)
-        s_kv_tile = self._tile(memory, config.block_keys, self.head_dim)
-        s_p = self._tile(memory, config.block_heads, config.block_keys)
-        s_ds = self._tile(memory, config.block_heads, config.block_keys)
-        rows_layout = cute.make_layout((config.row_stages, config.block_keys), stride=(config.block_keys, 1))
-        s_rows = memory.allocate_tensor(Int32, rows_layout, byte_alignment=128)
-        s_counts = memory.allocate_tensor(Int32, cute.make_layout(config.row_stages))
-        s_peaks = memory.allocate_tensor(Int32, cute.make_layout(WARPS))
-        s_gain = memory.allocate_tensor(Int32, cute.make_layout(1))
-        stages = [config.row_stages, *[1] * len(self.groups), 1, 1]
-        barriers = memory.allocate_array(Int64, sum(map(Ring.barriers_of, stages)))
-        rings = []
-        for count in stages:
-            rings.append(Ring(barriers, count))
-            barriers = barriers + Ring.barriers_of(count)
-        row_ring, *kv_rings, query_ring, p_ring = rings
-
+        shared = self._shared()
         if warp == 0 and cute.arch.lane_idx() == 0:
-            row_ring.init(1, config.gather_warps + 2 * WARPS)
-            for ring in kv_rings:
-                ring.init(config.gather_warps * 32, WARPS)
-            query_ring.init(1, 2 * WARPS)
-            p_ring.init(WARPS, WARPS)
-            cute.arch.mbarrier_init_fence()
+            self._init_rings(shared)
         cute.arch.sync_threads()
-
+        work = Work(s_q, self.head_tiles)
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(config.registers[0])
             if warp == 0:
-                self.feed(
-                    q_map, q_tensor, dout_map, dout_tensor, s_q_tile, s_dout, topk_idxs, topk_length, s_q, s_kv, topk,
-                    s_rows, s_counts, row_ring, query_ring,
-                )  # fmt: skip
+                lengths = topk_length if cutlass.const_expr(self.has_topk_length) else None
+                operands = (Dense(q_map, q_tensor, shared.q), Dense(dout_map, dout_tensor, shared.dout))
+                feed(work, shared.rows, Selection(topk_idxs, lengths, topk, s_kv), operands, shared.query_ring)
             else:
-                self.gather(kv, s_kv_tile, s_q, s_rows, s_counts, thread - 32, row_ring, kv_rings)
+                threads = config.gather_warps * 32
+                gather(
+                    work, shared.rows, kv, shared.kv, self.head_dim, self.groups, shared.kv_rings, thread - 32, threads
+                )
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_increase(config.registers[1])
-            self.score(
-                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, s_peaks, s_gain,
-                thread, row_ring, kv_rings, query_ring, p_ring,
-            )  # fmt: skip
+            self.score(shared, work, z2, delta, dq, softmax_scale, thread)
         else:
             cute.arch.setmaxregister_increase(config.registers[2])
-            self.key_gradient(
-                s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, s_gain, thread,
-                row_ring, kv_rings, query_ring, p_ring,
-            )  # fmt: skip
+            self.key_gradient(shared, work, dq, dkv, thread)
 
-    def _tile(self, memory, rows: int, columns: int) -> cute.Tensor:
-        layout = wgmma.swizzled(self.dtype, rows, columns)
-        return memory.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-    # Producer, warp 0.
-
-    @cute.jit
-    def feed(
-        self, q_map, q_tensor, dout_map, dout_tensor, s_q_tile, s_dout, topk_idxs, topk_length, s_q, s_kv, topk,
-        s_rows, s_counts, row_ring, query_ring,
-    ):  # fmt: skip
-        """Q, dO and the row numbers of each query."""
-        tiles = Int32(0)
-        queries = Int32(0)
-        work = cute.arch.block_idx()[0]
-        while work < s_q * self.head_tiles:
-            query, head_tile = work // self.head_tiles, work % self.head_tiles
-            query_ring.wait_empty(queries)
-            if cute.arch.lane_idx() == 0:
-                size = self.config.block_heads * (self.head_dim + self.head_dim_v) * self.dtype.width // 8
-                cute.arch.mbarrier_arrive_and_expect_tx(query_ring.full(queries), size)
-            self._load(q_map, q_tensor, s_q_tile, query, head_tile, query_ring.full(queries))
-            self._load(dout_map, dout_tensor, s_dout, query, head_tile, query_ring.full(queries))
-            lengths = topk_length if cutlass.const_expr(self.has_topk_length) else None
-            length = selection.row_length(lengths, query, topk)
-            tiles = selection.feed_rows(
-                selection.index_row(topk_idxs, query, topk), length, s_kv, s_rows, s_counts, row_ring, tiles,
-                self.config.block_keys,
-            )  # fmt: skip
-            queries += 1
-            work += cute.arch.grid_dim()[0]
-
-    def _load(self, copy: cute.CopyAtom, source: cute.Tensor, tile: cute.Tensor, query, head_tile, barrier) -> None:
-        source = cute.local_tile(source[None, None, query], (self.config.block_heads, CHUNK), (head_tile, None))
-        shared, outside = cpasync.tma_partition(
-            copy, 0, cute.make_layout(1), cute.group_modes(wgmma.chunks_of(tile), 0, 2), cute.group_modes(source, 0, 2)
-        )
-        for chunk in range(cute.size(shared, mode=[1])):
-            cute.copy(
-                copy, outside[None, chunk], shared[None, chunk], tma_bar_ptr=barrier, cache_policy=Int64(READ_ONCE)
+    def _shared(self) -> Shared:
+        config = self.config
+        memory = cutlass.memory.SmemAllocator()
+        tiles = [
+            swizzled_tile(memory, self.dtype, *shape)
+            for shape in (
+                (config.block_heads, self.head_dim), (config.block_heads, self.head_dim_v),
+                (config.block_keys, self.head_dim), (config.block_heads, config.block_keys),
+                (config.block_heads, config.block_keys),
             )
+        ]  # fmt: skip
+        numbers, counts = row_tiles(memory, config.row_stages, config.block_keys)
+        s_peaks = memory.allocate_tensor(Int32, cute.make_layout(WARPS))
+        s_gain = memory.allocate_tensor(Int32, cute.make_layout(1))
+        row_ring, *kv_rings, query_ring, p_ring = Ring.create(
+            memory, [config.row_stages, *[1] * len(self.groups), 1, 1]
+        )
+        return Shared(*tiles, Rows(numbers, counts, row_ring), s_peaks, s_gain, kv_rings, query_ring, p_ring)
 
-    # Producer, the other warps.
-
-    @cute.jit
-    def gather(self, kv, s_kv_tile, s_q, s_rows, s_counts, thread, row_ring, kv_rings):
-        """The keys of each tile, group by group."""
-        slots = Int32(0)
-        tiles = Int32(0)
-        work = cute.arch.block_idx()[0]
-        while work < s_q * self.head_tiles:
-            row_ring.wait_full(slots)
-            count = s_counts[row_ring.stage(slots)]
-            while count > 0:
-                for group in cutlass.range_constexpr(len(self.groups)):
-                    first, columns = self.groups[group]
-                    kv_rings[group].wait_empty(tiles)
-                    gather_columns(
-                        kv, s_rows[row_ring.stage(slots), None], s_kv_tile.iterator + first * self.config.block_keys,
-                        thread, self.config.gather_warps * 32, self.head_dim, first, columns,
-                    )  # fmt: skip
-                    cute.arch.cp_async_mbarrier_arrive_noinc(kv_rings[group].full(tiles))
-                row_ring.arrive_empty(slots)
-                slots += 1
-                tiles += 1
-                row_ring.wait_full(slots)
-                count = s_counts[row_ring.stage(slots)]
-            row_ring.arrive_empty(slots)
-            slots += 1
-            work += cute.arch.grid_dim()[0]
+    def _init_rings(self, shared: Shared) -> None:
+        """How many arrivals complete each barrier: warps, but for the threads whose copies arrive."""
+        shared.rows.ring.init(1, self.config.gather_warps + 2 * WARPS)
+        for ring in shared.kv_rings:
+            ring.init(self.config.gather_warps * 32, WARPS)
+        shared.query_ring.init(1, 2 * WARPS)
+        shared.p_ring.init(WARPS, WARPS)
+        cute.arch.mbarrier_init_fence()
 
     # Score warpgroup.
 
     @cute.jit
     def score(
-        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, z2, delta, dq, s_q, softmax_scale, s_counts, s_peaks, s_gain,
-        thread, row_ring, kv_rings, query_ring, p_ring,
-    ):  # fmt: skip
+        self, shared: cutlass.Constexpr[Shared], work: cutlass.Constexpr[Work], z2, delta, dq, softmax_scale, thread
+    ):
         """S, dP, P, dS of each tile, and the first group of dQ."""
         block_keys = self.config.block_keys
         mma = wgmma.tiled(self.dtype, block_keys, Major.K, Major.K)
-        q_a, k_b = wgmma.operands(mma, thread, wgmma.chunks_of(s_q_tile), wgmma.chunks_of(s_kv_tile))
-        dout_a, _ = wgmma.operands(mma, thread, wgmma.chunks_of(s_dout), wgmma.chunks_of(s_kv_tile))
+        q_a, k_b = wgmma.operands(mma, thread, wgmma.chunks_of(shared.q), wgmma.chunks_of(shared.kv))
+        dout_a, _ = wgmma.operands(mma, thread, wgmma.chunks_of(shared.dout), wgmma.chunks_of(shared.kv))
         acc_s, acc_dp = wgmma.accumulator(mma, block_keys), wgmma.accumulator(mma, block_keys)
         scores, gradients = softmax.accumulator_rows(acc_s), softmax.accumulator_rows(acc_dp)
         place = softmax.accumulator_coordinates(mma.get_slice(thread), (self.config.block_heads, block_keys))
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         store = cute.make_tiled_copy_C(store, mma).get_slice(thread)
-        to_p, to_ds = store.partition_D(s_p), store.partition_D(s_ds)
-        dq_parts = self._query_gradient(self.groups[:1], s_ds, s_kv_tile, thread)
+        to_p, to_ds = store.partition_D(shared.p), store.partition_D(shared.ds)
+        dq_parts = self._query_gradient(self.groups[:1], shared, thread)
         scale2 = softmax_scale * softmax.LOG2_E
 
+        _, counts, row_ring = shared.rows
+        kv_rings, query_ring, p_ring = shared.kv_rings, shared.query_ring, shared.p_ring
         slots = Int32(0)
         tiles = Int32(0)
         queries = Int32(0)
-        work = cute.arch.block_idx()[0]
-        while work < s_q * self.head_tiles:
-            query, head_tile = work // self.head_tiles, work % self.head_tiles
+        item = cute.arch.block_idx()[0]
+        while exists(work, item):
+            query, head_tile = split(work, item)
             row_z2 = cute.make_rmem_tensor(2, Float32)
             row_delta = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
@@ -307,13 +255,15 @@ class BackwardSm90:
             self._clear(dq_parts)
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
-            count = s_counts[row_ring.stage(slots)]
+            count = counts[row_ring.stage(slots)]
             while count > 0:
                 row_ring.arrive_empty(slots)
                 slots += 1
-                self._issue_scores(mma, acc_s, acc_dp, q_a, k_b, kv_rings, tiles)
+                issue_scores(
+                    mma, acc_s, acc_dp if self.scaled else None, q_a, k_b, self.groups, kv_rings, tiles, self.chunks
+                )
                 wgmma.fence()
-                wgmma.issue_chunks(mma, acc_dp, dout_a, k_b, (0, self.chunks_v), True)
+                wgmma.issue_chunks(mma, acc_dp, dout_a, k_b, (0, self.chunks_v), 0, True)
                 wgmma.commit()
                 wgmma.wait(1)
                 for r in cutlass.range_constexpr(2):
@@ -328,7 +278,7 @@ class BackwardSm90:
                             scores[r, c], gradients[r, c], row_delta[r], softmax_scale, valid
                         )
                 if cutlass.const_expr(self.scaled):
-                    lower = cutlass.min(gain, self._largest_gain(acc_dp, s_peaks, thread))
+                    lower = cutlass.min(gain, self._largest_gain(acc_dp, shared.peaks, thread))
                     self._rescale(dq_parts, lower - gain)
                     gain = lower
                     factor = ptx.power_of_two(gain)
@@ -336,9 +286,9 @@ class BackwardSm90:
                         acc_s[i] *= factor
                         acc_dp[i] *= factor
                 p_ring.wait_empty(tiles)
-                if cutlass.const_expr(self.scaled):
+                if cutlass.const_expr(self.scaled):  # noqa: SIM102 (known when it is compiled)
                     if thread == 0:
-                        s_gain[0] = gain
+                        shared.gain[0] = gain
                 cute.copy(store, store.retile(softmax.rounded(acc_s, self.dtype)), to_p)
                 cute.copy(store, store.retile(softmax.rounded(acc_dp, self.dtype)), to_ds)
                 cute.arch.fence_view_async_shared()  # stores, then read by wgmma
@@ -352,34 +302,16 @@ class BackwardSm90:
                 kv_rings[0].arrive_empty(tiles)
                 tiles += 1
                 row_ring.wait_full(slots)
-                count = s_counts[row_ring.stage(slots)]
+                count = counts[row_ring.stage(slots)]
             row_ring.arrive_empty(slots)
             slots += 1
             query_ring.arrive_empty(queries)
             queries += 1
             self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
-            work += cute.arch.grid_dim()[0]
-
-    def _issue_scores(self, mma, acc_s, acc_part, q_a, k_b, kv_rings, tiles) -> None:
-        """S, of each group of columns as it arrives. In fp16 ``acc_part`` holds a group's own sum."""
-        for group, (first, columns) in enumerate(self.groups):
-            kv_rings[group].wait_full(tiles)
-            # The rows were written by cp.async, in the generic proxy; wgmma reads in the async proxy.
-            cute.arch.fence_view_async_shared()
-            chunks = (first // CHUNK, (first + columns) // CHUNK)
-            apart = self.scaled and group > 0
-            wgmma.fence()
-            wgmma.issue_chunks(mma, acc_part if apart else acc_s, q_a, k_b, chunks, apart or group == 0)
-            if self.scaled:
-                wgmma.commit()
-            if apart:
-                wgmma.wait(0)
-                acc_s.store(acc_s.load() + acc_part.load())
-        if not self.scaled:
-            wgmma.commit()
+            item += cute.arch.grid_dim()[0]
 
     @cute.jit
-    def _largest_gain(self, acc_ds, s_peaks, thread) -> Int32:
+    def _largest_gain(self, acc_ds, peaks, thread) -> Int32:
         """The exponent that lifts the tile's largest |dS| just below 2**15."""
         peak = Int32(0)
         for i in cutlass.range_constexpr(cute.size(acc_ds)):
@@ -387,10 +319,10 @@ class BackwardSm90:
         peak = cute.arch.warp_redux_sync(peak, "max")
         # Between the reads of one tile and the writes of the next lies the p_ring, which all warps wait for.
         if thread % 32 == 0:
-            s_peaks[thread // 32] = peak
+            peaks[thread // 32] = peak
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
         for warp in cutlass.range_constexpr(WARPS):
-            peak = cutlass.max(peak, s_peaks[warp])
+            peak = cutlass.max(peak, peaks[warp])
         return 14 - ((peak >> 23) - 127)
 
     @cute.jit
@@ -407,37 +339,41 @@ class BackwardSm90:
     # dkv warpgroup.
 
     @cute.jit
-    def key_gradient(
-        self, s_q_tile, s_dout, s_kv_tile, s_p, s_ds, dq, dkv, s_q, s_rows, s_counts, s_gain, thread,
-        row_ring, kv_rings, query_ring, p_ring,
-    ):  # fmt: skip
+    def key_gradient(self, shared: cutlass.Constexpr[Shared], work: cutlass.Constexpr[Work], dq, dkv, thread):
         """dKV of each tile, reduced into dkv, and the other groups of dQ."""
         mma = wgmma.tiled(self.dtype, CHUNK, Major.MN, Major.MN)
-        p_a, dout_b = wgmma.operands(mma, thread, wgmma.transposed(s_p), wgmma.transposed(wgmma.chunks_of(s_dout)))
-        ds_a, q_b = wgmma.operands(mma, thread, wgmma.transposed(s_ds), wgmma.transposed(wgmma.chunks_of(s_q_tile)))
+        p_a, dout_b = wgmma.operands(
+            mma, thread, wgmma.transposed(shared.p), wgmma.transposed(wgmma.chunks_of(shared.dout))
+        )
+        ds_a, q_b = wgmma.operands(
+            mma, thread, wgmma.transposed(shared.ds), wgmma.transposed(wgmma.chunks_of(shared.q))
+        )
         accs = wgmma.accumulator(mma, CHUNK), wgmma.accumulator(mma, CHUNK)
-        dq_parts = self._query_gradient(self.groups[1:], s_ds, s_kv_tile, thread)
+        dq_parts = self._query_gradient(self.groups[1:], shared, thread)
 
+        numbers, counts, row_ring = shared.rows
+        kv_rings, query_ring, p_ring = shared.kv_rings, shared.query_ring, shared.p_ring
         slots = Int32(0)
         tiles = Int32(0)
         queries = Int32(0)
-        work = cute.arch.block_idx()[0]
-        while work < s_q * self.head_tiles:
-            query, head_tile = work // self.head_tiles, work % self.head_tiles
+        item = cute.arch.block_idx()[0]
+        while exists(work, item):
+            query, head_tile = split(work, item)
             gain = Int32(GAIN)
             self._clear(dq_parts)
             query_ring.wait_full(queries)
             row_ring.wait_full(slots)
-            count = s_counts[row_ring.stage(slots)]
+            count = counts[row_ring.stage(slots)]
+            empty = count == 0
             while count > 0:
-                targets = scatter.Targets.create(s_rows[row_ring.stage(slots), None], thread, self.head_dim)
+                targets = scatter.Targets.create(numbers[row_ring.stage(slots), None], thread, self.head_dim)
                 row_ring.arrive_empty(slots)
                 slots += 1
                 p_ring.wait_full(tiles)
                 factor = None
                 if cutlass.const_expr(self.scaled):
-                    self._rescale(dq_parts, s_gain[0] - gain)
-                    gain = s_gain[0]
+                    self._rescale(dq_parts, shared.gain[0] - gain)
+                    gain = shared.gain[0]
                     factor = ptx.power_of_two(-gain)
                 wgmma.fence()
                 self._issue_chunk(mma, accs, p_a, dout_b, ds_a, q_b, 0)
@@ -456,16 +392,20 @@ class BackwardSm90:
                             ring.arrive_empty(tiles)
                     if cutlass.const_expr(chunk == self.chunks - 1):
                         p_ring.arrive_empty(tiles)
+                        # After the last tile Q and dO of the next query are copied while this chunk is reduced.
+                        row_ring.wait_full(slots)
+                        count = counts[row_ring.stage(slots)]
+                        if count == 0:
+                            query_ring.arrive_empty(queries)
                     scatter.add(dkv, targets, accs[chunk % 2], chunk * CHUNK, factor)
                 tiles += 1
-                row_ring.wait_full(slots)
-                count = s_counts[row_ring.stage(slots)]
+            if empty:
+                query_ring.arrive_empty(queries)
             row_ring.arrive_empty(slots)
             slots += 1
-            query_ring.arrive_empty(queries)
             queries += 1
             self._store_query_gradient(dq_parts, dq, query, head_tile, gain, thread)
-            work += cute.arch.grid_dim()[0]
+            item += cute.arch.grid_dim()[0]
 
     def _issue_chunk(self, mma, accs, p_a, dout_b, ds_a, q_b, chunk: int) -> None:
         """P^T dO + dS^T Q of 64 columns; columns past D_v have no part of dO."""
@@ -477,13 +417,13 @@ class BackwardSm90:
 
     # dQ, whose columns the consumer warpgroups share.
 
-    def _query_gradient(self, groups, s_ds, s_kv_tile, thread) -> list[QueryGradient]:
+    def _query_gradient(self, groups, shared: Shared, thread) -> list[QueryGradient]:
         """The products dS K over groups of columns."""
         parts = []
         for first, columns in groups:
             mma = wgmma.tiled(self.dtype, columns, Major.K, Major.MN)
-            keys = wgmma.transposed(wgmma.columns_of(s_kv_tile, first, columns))
-            a, b = wgmma.operands(mma, thread, s_ds, keys)
+            keys = wgmma.transposed(wgmma.blocks_of(shared.kv, first, columns, 1, 0))[None, None, 0]
+            a, b = wgmma.operands(mma, thread, shared.ds, keys)
             parts.append(QueryGradient(first, columns, mma, wgmma.accumulator(mma, columns), a, b))
         return parts
 
@@ -493,15 +433,7 @@ class BackwardSm90:
         if cutlass.const_expr(self.scaled):
             self._rescale(parts, -gain)
         for part in parts:
-            values = softmax.accumulator_rows(part.acc)
-            place = softmax.accumulator_coordinates(
-                part.mma.get_slice(thread), (self.config.block_heads, part.columns)
-            )
-            for r in cutlass.range_constexpr(2):
-                head = head_tile * self.config.block_heads + place[r, 0][0]
-                if head < self.heads:
-                    column = part.first + place[r, 0][1]
-                    row = dq + ((Int64(query) * self.heads + head) * self.head_dim + column)
-                    words = cute.recast_ptr(row, dtype=Int32)
-                    for c in cutlass.range_constexpr(part.columns // 8):
-                        (words + c * 4).store(ptx.pack_halves(values[r, 2 * c], values[r, 2 * c + 1], self.dtype))
+            store_heads(
+                part.acc, part.mma, part.columns, thread, dq, query, head_tile * self.config.block_heads, self.heads,
+                self.head_dim, part.first,
+            )  # fmt: skip

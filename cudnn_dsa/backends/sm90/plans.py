@@ -1,7 +1,7 @@
 """The launches of a call, and their scratch memory.
 
-A backward zeroes the fp32 sums of dkv, then launches ``prepare``, ``backward``, ``sink_gradient`` where there is a sink,
-and ``finish``, which casts the sums or adds them to an fp32 dkv.
+A forward is one launch. A backward zeroes the fp32 sums of dkv, then launches ``prepare``, ``backward``,
+``sink_gradient`` where there is a sink, and ``finish``, which casts the sums or adds them to an fp32 dkv.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cudnn_dsa import artifact
-from cudnn_dsa.backends import BackwardTensors
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.backends.sm90.sources import sources
 from cudnn_dsa.contracts.sparse_attention import WORKSPACE_ALIGNMENT, Problem
 
@@ -40,7 +40,8 @@ def backward_workspace(problem: Problem) -> Workspace:
     wanted = {"z2": (p.s_q, p.heads), "sums": (p.s_kv, p.head_dim)}
     if not p.has_delta:
         wanted["delta"] = (p.s_q, p.heads)
-    pieces, total = {}, 0
+    pieces: dict[str, tuple[int, tuple[int, ...]]] = {}
+    total = 0
     for name, shape in wanted.items():
         pieces[name] = (total, shape)
         total += -(-4 * math.prod(shape) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
@@ -68,3 +69,13 @@ def backward(problem: Problem, t: BackwardTensors, memory: torch.Tensor, stream:
     }  # fmt: skip
     for kernel in kernels.values():
         kernel.launch(stream, values)
+
+
+def forward(problem: Problem, t: ForwardTensors, stream: Any) -> None:
+    p = problem
+    kernels = artifact.load(sources, p)
+    values = {
+        "q": t.q, "kv": t.kv, "topk_idxs": t.topk_idxs, "attn_sink": t.attn_sink, "topk_length": t.topk_length,
+        "out": t.out, "lse": t.lse, "s_q": p.s_q, "s_kv": p.s_kv, "topk": p.topk, "softmax_scale": t.softmax_scale,
+    }  # fmt: skip
+    kernels["forward"].launch(stream, values)

@@ -1,19 +1,21 @@
 """Warpgroup matrix products: operand views of swizzled shared memory, and products issued by one warpgroup."""
 
+# mypy: ignore-errors
+# (Device code: the DSL stages it, and most of its types are the DSL's.)
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode as Major
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import OperandMajorMode as Major
 
 ROWS = 64  # of a wgmma
+CHUNK = 64  # columns of a 128-byte row of the swizzled layout
 
 
 def tiled(dtype: type[cutlass.Numeric], columns: int, a_major: Major, b_major: Major) -> cute.TiledMma:
     """A 64 x ``columns`` product of one warpgroup, both operands in shared memory, fp32 accumulators."""
-    op = warpgroup.MmaF16BF16Op(
-        dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM, a_major, b_major
-    )
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM, a_major, b_major)
     return cute.make_tiled_mma(op)
 
 
@@ -23,22 +25,17 @@ def swizzled(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.Comp
     return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
 
 
-def columns_of(tensor: cute.Tensor, first: int, columns: int) -> cute.Tensor:
-    """Columns [first, first + columns) of a swizzled tensor; whole chunks."""
+def blocks_of(tensor: cute.Tensor, first: int, columns: int, count: int, step: int) -> cute.Tensor:
+    """``count`` blocks of a swizzled tensor, ``step`` columns apart, as (rows, columns, count); whole chunks."""
     rows = cute.size(tensor, mode=[0])
-    return cute.make_tensor(
-        tensor.iterator + first * rows, swizzled(tensor.element_type, rows, columns).outer
-    )
+    block = swizzled(tensor.element_type, rows, columns).outer
+    layout = cute.make_layout((*block.shape, count), stride=(*block.stride, rows * step))
+    return cute.make_tensor(tensor.iterator + first * rows, layout)
 
 
 def chunks_of(tensor: cute.Tensor) -> cute.Tensor:
     """A swizzled tensor as (rows, 64, chunks)."""
-    rows, columns = cute.size(tensor, mode=[0]), cute.size(tensor, mode=[1])
-    chunk = swizzled(tensor.element_type, rows, 64).outer
-    layout = cute.make_layout(
-        (*chunk.shape, columns // 64), stride=(*chunk.stride, rows * 64)
-    )
-    return cute.make_tensor(tensor.iterator, layout)
+    return blocks_of(tensor, 0, CHUNK, cute.size(tensor, mode=[1]) // CHUNK, CHUNK)
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
@@ -67,21 +64,22 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, 
 
 @cute.jit
 def issue_chunks(
-    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, chunks: cutlass.Constexpr[tuple],
-    fresh: cutlass.Constexpr[bool],
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, span: cutlass.Constexpr[tuple],
+    b_first, fresh: cutlass.Constexpr[bool],
 ):  # fmt: skip
-    """``issue`` over chunks [first, end) of 64 columns of K-major operands (.., .., .., chunks), in a loop.
+    """``issue`` over chunks [first, end) = ``span`` of 64 columns of operands (.., .., .., chunks), in a loop.
 
-    Unrolled over 576 columns, the descriptors of Q and K were kept in registers and spilled.
+    Those of B are counted from ``b_first`` on. Unrolled over 576 columns, the descriptors of Q and K were kept in
+    registers and spilled.
     """
     atom = cute.make_mma_atom(mma.op)
-    for chunk in cutlass.range(chunks[0], chunks[1], unroll=1):
+    for chunk in cutlass.range(span[0], span[1], unroll=1):
         for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
             if cutlass.const_expr(fresh and k == 0):
-                atom.set(warpgroup.Field.ACCUMULATE, chunk > chunks[0])
+                atom.set(warpgroup.Field.ACCUMULATE, chunk > span[0])
             else:
                 atom.set(warpgroup.Field.ACCUMULATE, True)
-            cute.gemm(atom, acc, a[None, None, k, chunk], b[None, None, k, chunk], acc)
+            cute.gemm(atom, acc, a[None, None, k, chunk], b[None, None, k, b_first + chunk], acc)
 
 
 # An accumulator that ordinary instructions have touched must be fenced before the next product that uses it.

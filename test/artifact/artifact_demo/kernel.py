@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("cutlass")
-
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_dsa.artifact import Launch, Pointer, Scalar, Source, Struct, TensorMap
-
-COLUMNS = 64
-ROWS = 32  # of a tile
-THREADS = 128
-SHARED = 1024 + ROWS * COLUMNS * 2
+from artifact_demo.backend import COLUMNS, ROWS, SHARED, THREADS
 
 
 class ScaleRows:
@@ -95,36 +86,3 @@ class ScaleRows:
 
 def host(dtype: str, cluster: int) -> ScaleRows:
     return ScaleRows({"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype], cluster)
-
-
-def scale_rows(arch: str, dtype: str = "bfloat16", cluster: int = 1) -> Source:
-    tensor_map = TensorMap("x", dtype, (COLUMNS, "rows"), (2 * COLUMNS,), (COLUMNS, ROWS), 128)
-    return Source(
-        "scale_rows",
-        arch,
-        (arch, dtype, cluster),
-        lambda: host(dtype, cluster),
-        {
-            "x": f"{dtype}*16",
-            "factor": "float32*",
-            "out": "float32*",
-            "rows": "int32",
-            "offset": "int64",
-            "scale": "float32",
-        },
-        Launch(
-            (
-                tensor_map,
-                Struct("int32", "rows"),
-                Pointer("factor"),
-                Pointer("out"),
-                Scalar("int32", "rows"),
-                Scalar("int64", "offset"),
-                Scalar("float32", "scale"),
-            ),
-            grid=(f"ceil_div(rows, {ROWS * cluster}) * {cluster}", 1, 1),
-            block=(THREADS, 1, 1),
-            shared=SHARED,
-            cluster=(cluster, 1, 1),
-        ),
-    )
