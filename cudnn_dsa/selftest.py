@@ -41,8 +41,8 @@ _lock = threading.RLock()
 _passed: set[tuple] = set()
 
 
-def ensure(backend: Backend, problem: Problem) -> None:
-    """Return once the problem's kernels are known to be right on its device.
+def ensure(backend: Backend, problem: Problem) -> bool:
+    """Return once the problem's kernels are known to be right on its device: whether that stays so.
 
     The first call for a kernel and a device kind runs the test, which synchronises; later processes read its verdict,
     later calls look it up in a set. While a graph is captured nothing can be tested, and nothing is.
@@ -52,8 +52,10 @@ def ensure(backend: Backend, problem: Problem) -> None:
     """
     entry = (backend, problem.device, problem.kernel_key(""))
     silicon = driver.installed() is None  # what stands in for it may change from call to call
-    if (entry in _passed and silicon) or _capturing(problem.device):
-        return
+    if _capturing(problem.device):
+        return False
+    if entry in _passed and silicon:
+        return True
     with _lock:
         if entry not in _passed or not silicon:
             _verify(backend, problem)
@@ -61,6 +63,7 @@ def ensure(backend: Backend, problem: Problem) -> None:
                 if len(_passed) >= MAX_REMEMBERED:
                     _passed.clear()
                 _passed.add(entry)
+    return silicon
 
 
 def verdicts() -> list[dict[str, Any]]:

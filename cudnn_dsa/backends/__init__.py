@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
 from cudnn_dsa.contracts.sparse_attention import Problem
@@ -46,23 +45,27 @@ AUTO_BY_CAPABILITY = {
 }
 
 
-@dataclass
-class ForwardTensors:
-    """Tensors of a forward call (``out`` and ``lse`` are written), and the scale, a run-time value."""
+# An output that the caller did not give is None until the interface has allocated it.
+Output = Any
+
+
+class ForwardTensors(NamedTuple):
+    """Tensors of a forward call, in the order of ``ARGUMENTS["forward"]``, and the scale, a run-time value that the
+    interface fills in. ``out`` and ``lse`` are written."""
 
     q: torch.Tensor
     kv: torch.Tensor
     topk_idxs: torch.Tensor
-    attn_sink: torch.Tensor | None
-    topk_length: torch.Tensor | None
-    softmax_scale: float
-    out: torch.Tensor
-    lse: torch.Tensor
+    attn_sink: torch.Tensor | None = None
+    topk_length: torch.Tensor | None = None
+    out: Output = None
+    lse: Output = None
+    softmax_scale: Any = None
 
 
-@dataclass
-class BackwardTensors:
-    """Tensors of a backward call (``dq``, ``dkv``, ``d_sink`` are written), and the scale, a run-time value."""
+class BackwardTensors(NamedTuple):
+    """Tensors of a backward call, in the order of ``ARGUMENTS["backward"]``, and the scale, a run-time value that the
+    interface fills in. ``dq``, ``dkv`` and ``d_sink`` are written; without a sink ``d_sink`` is None."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -71,12 +74,12 @@ class BackwardTensors:
     lse: torch.Tensor
     attn_sink: torch.Tensor | None
     topk_idxs: torch.Tensor
-    topk_length: torch.Tensor | None
-    delta: torch.Tensor | None
-    softmax_scale: float
-    dq: torch.Tensor
-    dkv: torch.Tensor
-    d_sink: torch.Tensor | None
+    topk_length: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    dq: Output = None
+    dkv: Output = None
+    d_sink: Output = None
+    softmax_scale: Any = None
 
 
 class Backend(Protocol):

@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from dsa_cases import Case
+
 import cute_emulator
 from cudnn_dsa.backends import BackwardTensors, sm100
 from cudnn_dsa.contracts.sparse_attention import Problem
-from dsa_cases import Case
 
 POISON = float("nan")
 

@@ -1,6 +1,7 @@
 """Every backend against the float64 oracles: all data, dtypes, sizes and options of the contract."""
 
 import itertools
+from dataclasses import replace
 
 import dsa_oracle
 import pytest
@@ -109,6 +110,43 @@ def test_sizes_of_zero_give_zeros(target, empty):
         assert out.shape == case.dout.shape
         assert (out == 0).all()
         assert torch.isneginf(lse).all()
+
+
+def _key_0_overflows_dp(dtype, head_dim):
+    """Every row lists key 0; column 0 of its product with dout is beyond the range of the dtype, and no part of q.k."""
+    case = make("random", dtype, Sizes(head_dim=head_dim))
+    case.topk_idxs[case.topk_idxs == 0] = 1
+    case.topk_idxs[:, 0] = 0
+    case.q[..., 0] = case.kv[1:, 0] = 0
+    largest = torch.finfo(dtype).max
+    case.kv[0, 0], case.dout[..., 0] = largest**0.7, largest**0.35
+    return case
+
+
+def test_a_sink_of_infinity_gives_zeros_whatever_overflows(target):
+    for dtype, head_dim in itertools.product(target.dtypes, target.head_dims):
+        case = _key_0_overflows_dp(dtype, head_dim)
+        case.kv[:, 0] = torch.finfo(dtype).max  # the sums of out as well
+        case.attn_sink = torch.full(case.lse.shape[1:], torch.inf, dtype=case.lse.dtype)
+        case.out.zero_()
+        case = case.to(target.device)
+        assert (forward(target, case).out == 0).all()
+        for gradient in backward(target, case):
+            assert (gradient == 0).all()
+
+
+def test_nothing_passes_a_weight_that_underflows(target):
+    """exp(-2000) is 0, dp of that key infinite: as if the key were not listed."""
+    for dtype, head_dim in itertools.product(target.dtypes, target.head_dims):
+        case = _key_0_overflows_dp(dtype, head_dim)
+        case.q[..., 1], case.kv[1:, 1], case.kv[0, 1] = 1, 0, -2000 / case.softmax_scale
+        without = replace(case, topk_idxs=torch.where(case.topk_idxs == 0, -1, case.topk_idxs))
+        out, lse = without.forward_oracle()
+        case.out = without.out = out.to(dtype)
+        case.lse = without.lse = lse.to(case.lse.dtype)
+        got = backward(target, case.to(target.device))
+        assert_gradients("random", without, got)
+        assert (got.dkv[0] == 0).all()
 
 
 @pytest.mark.parametrize("given", [-torch.inf, torch.inf, torch.nan])

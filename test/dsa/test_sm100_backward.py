@@ -1,7 +1,7 @@
 """The SM100 backward, run whole in the emulator (adversarial schedule, poison, hazard checker), against float64.
 
-CI runs a covering subset; the slow part covers every pair of (heads, head_dim, dtype, selection, sink, lengths) and runs
-twelve named cases on twenty seeds each.
+CI runs a covering subset; the slow part covers pairs of (heads, head_dim, dtype, case, S_q, K) and runs twelve named
+cases on twenty seeds each.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize("name, dtype, s_q, s_kv, heads, head_dim, topk", COVERING)
+@pytest.mark.parametrize(("name", "dtype", "s_q", "s_kv", "heads", "head_dim", "topk"), COVERING)
 def test_gradients(name, dtype, s_q, s_kv, heads, head_dim, topk) -> None:
     check(name, dtype, Sizes(s_q, s_kv, heads, head_dim, topk), seed=1)
 
 
-# Every pair of values of these columns occurs in some row.
 PAIRWISE = [
     (1, 512, BF16, "random", 1, 64),
     (1, 576, FP16, "sink", 3, 100),
@@ -75,7 +74,7 @@ PAIRWISE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads, head_dim, dtype, name, s_q, topk", PAIRWISE)
+@pytest.mark.parametrize(("heads", "head_dim", "dtype", "name", "s_q", "topk"), PAIRWISE)
 def test_pairs(heads, head_dim, dtype, name, s_q, topk) -> None:
     check(name, dtype, Sizes(s_q, 150, heads, head_dim, topk), seed=2)
 
@@ -148,7 +147,7 @@ def test_fp16_non_finite_inputs_are_not_hidden(infinite: str) -> None:
         assert not torch.isfinite(dq).all()
 
 
-# What is deleted -> how many sites the kernel has. Not among them: the wait for copies that a query without a key needs.
+# What is deleted -> how many sites the kernel has (but for a wait for copies that only a query without a key needs).
 BREAKS = {"fence.proxy.async": 2, "tcgen05.commit": 9, "mbarrier.arrive": 7, "cp.async.wait_group": 1}
 
 
@@ -158,7 +157,7 @@ def site(ptx: str, what: str, number: int) -> int:
     return lines[number] if number < len(lines) else -1
 
 
-@pytest.mark.parametrize("what, number", [(what, i) for what, count in BREAKS.items() for i in range(count)])
+@pytest.mark.parametrize(("what", "number"), [(what, i) for what, count in BREAKS.items() for i in range(count)])
 def test_a_broken_line_is_caught(what: str, number: int) -> None:
     """The checker or the comparison sees each of these."""
     case = dsa_cases.make("random", BF16, Sizes(1, 300, 16, 512, 300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -16,8 +17,8 @@ from dsa_cases import Sizes
 from cudnn_dsa import artifact
 from cudnn_dsa.backends.sm100 import config
 from cudnn_dsa.backends.sm100.config import Config, Registers, head_tile
-from cudnn_dsa.backends.sm100.sources import sources
 from cudnn_dsa.backends.sm100.sources import config as config_of
+from cudnn_dsa.backends.sm100.sources import sources
 
 SHARED_LIMIT = 227 * 1024
 REGISTER_FILE = 64 * 1024
@@ -42,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("arch, heads, head_dim, dtype", CASES)
+@pytest.mark.parametrize(("arch", "heads", "head_dim", "dtype"), CASES)
 def test_no_spills_and_within_the_limits(arch: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
     p = problem(heads, head_dim, dtype)
     c = config_of(p)
@@ -72,10 +73,10 @@ def test_the_memory_maps_fit_and_do_not_overlap(heads: int, head_dim: int, eleme
     tiles += [(c.offset_kv + i * c.kv.bytes, c.kv) for i in range(c.kv_stages)]
     ends = sorted((start, start + tile.bytes) for start, tile in tiles)
     assert all(start % 1024 == 0 for start, _ in ends)  # of the swizzle
-    assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     assert ends[-1][1] <= c.offset_rows
     columns = [(0, c.heads_tile), (c.tmem_dkv, c.dkv_buffers * config.KEYS), (c.tmem_dq, c.dq_columns)]
-    assert all(a[0] + a[1] <= b[0] for a, b in zip(columns, columns[1:], strict=False))
+    assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(columns))
     assert c.tmem_end <= c.tmem_allocated <= 512
     assert c.dkv_buffers % 2 == 0  # two warpgroups take turns
 
@@ -91,7 +92,7 @@ def test_the_registers_of_the_roles_are_what_a_cta_starts_with() -> None:
     assert all(n % 8 == 0 and 24 <= n <= 256 for n in vars(r).values())
 
 
-@pytest.mark.parametrize("heads, head_dim", [(64, 576), (16, 512)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(64, 576), (16, 512)])
 def test_the_products_are_the_expected_ones(heads: int, head_dim: int) -> None:
     """Shapes and how many for one query of two tiles, counted by the emulator; nothing but kind::f16 is in the PTX."""
     case = dsa_cases.make("random", torch.bfloat16, Sizes(1, 128, heads, head_dim, 128))

@@ -1,30 +1,23 @@
 """The Blackwell backend (compute capability 10.x): CuTe-DSL kernels; D in (512, 576), bf16 and fp16.
 
-``backward_kernel.py`` is the kernel, ``config.py`` its tiles and memory maps, ``sources.py`` the kernels that a problem launches,
-``plans.py`` the launches of a call. docs/sm100.md explains them. Nothing of the CuTe DSL is imported before a kernel has
-to be compiled.
+``backward_kernel.py`` is the kernel, ``config.py`` its tiles and memory maps, ``sources.py`` the kernels that a problem
+launches, ``plans.py`` the launches of a call. docs/sm100.md explains them. Nothing of the CuTe DSL is imported before a
+kernel has to be compiled.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from cudnn_dsa.artifact import driver
-from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability
+from cudnn_dsa import artifact
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
 
 MAJOR_CAPABILITY = 10
 
 
 def unavailable(device: str) -> str | None:
-    if driver.installed() is not None:  # something that stands in for a GPU
-        return None
-    if not device.startswith("cuda"):
-        return f"it runs on CUDA devices, not on {device}"
-    major, minor = device_capability(device)
-    if major != MAJOR_CAPABILITY:
-        return f"it is built for compute capability 10.x, {device} has {major}.{minor}"
-    return None
+    return artifact.unavailable(device, MAJOR_CAPABILITY)
 
 
 def supports(problem: Problem) -> str | None:

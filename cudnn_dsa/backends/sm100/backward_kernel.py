@@ -88,8 +88,9 @@ class BackwardSm100:
         topk: Int32,
         softmax_scale: Float32,
     ):
-        """dq (S_q, H, D), and sums (S_kv, D) fp32 of dkv, to which is added; from q (S_q, H, D), kv (S_kv, D), dout (S_q, H,
-        D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only), topk_idxs (S_q, K), topk_length (S_q,)."""
+        """dq (S_q, H, D), and sums (S_kv, D) fp32 of dkv, to which is added; from q (S_q, H, D), kv (S_kv, D), dout
+        (S_q, H, D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only), topk_idxs (S_q, K), topk_length
+        (S_q,)."""
         c = self.config
         self.kernel(
             q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, sums, s_kv, topk, softmax_scale
@@ -176,7 +177,8 @@ class BackwardSm100:
         return rings
 
     def int32s(self, pointer: cute.Pointer, shape: tuple[int, ...]) -> cute.Tensor:
-        return cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_ordered_layout(shape, (1, 0)[-len(shape):]))
+        layout = cute.make_ordered_layout(shape, order=(1, 0)[-len(shape) :])
+        return cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), layout)
 
     def shared_pointer(self, dtype, address, align: int) -> cute.Pointer:
         return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
@@ -234,7 +236,7 @@ class BackwardSm100:
         self, target, a: cutlass.Constexpr, a_address, b: cutlass.Constexpr, b_address, shape: cutlass.Constexpr,
         a_rows: cutlass.Constexpr, b_rows: cutlass.Constexpr, accumulate,
     ):  # fmt: skip
-        """``target`` (+)= A B^T, ``shape`` = (M, N, K); ``a_rows``: the rows of A's tile are contracted, not its columns."""
+        """``target`` (+)= A B^T, ``shape`` = (M, N, K); ``a_rows``: A is contracted over its rows, not columns."""
         m, n, contraction = shape
         desc = instruction(m, n, self.config.element, a_rows, b_rows)
         a_desc = Int64(a.descriptor(a_rows)) + Int64(a_address >> 4)
@@ -252,14 +254,14 @@ class BackwardSm100:
             self.issue_scores(cta, n)
         while count > 0:
             following = cta.tile(n + 1)
-            # Adds 0, which no compiler knows: else the descriptors of 120 products are hoisted out of the loop and spill.
+            # Adds 0, which no compiler knows: else the descriptors of 120 products leave the loop, and spill.
             here = replace(cta, shared=cta.shared + (following >> 31))
             cta.rings["p"].wait_full(n)
             tcgen05.fence("after")
             self.issue_dq(here, n)
             tcgen05.commit(cta.rings["kv"].empty(n))
             for chunk in cutlass.range_constexpr(c.chunks):
-                if cutlass.const_expr(chunk == c.lookahead_chunk):
+                if cutlass.const_expr(chunk == c.lookahead_chunk):  # noqa: SIM102 (decided when compiling)
                     if following > 0:
                         self.issue_scores(here, n + 1)
                 use = n * c.chunks + chunk
@@ -433,7 +435,7 @@ class BackwardSm100:
     def add_chunk(
         self, cta: Cta, use: Int32, lanes: Int32, keys: cutlass.Constexpr, column, rows, first: Int32, back
     ):  # fmt: skip
-        """A column's values of ``keys`` rows of dkv, from ``rows[first]`` on. Half a chunk at a time is in registers."""
+        """A column's values of ``keys`` rows of dkv, from ``rows[first]`` on; half a chunk a time is in registers."""
         ring = cta.rings["dkv"]
         ring.wait_full(use)
         tcgen05.fence("after")

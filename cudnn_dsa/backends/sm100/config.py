@@ -52,7 +52,7 @@ class Config:
         return astuple(self)
 
     # Warps: four warpgroups of one role each, then a warp that issues products and one that reads indices.
-    gather_warps = range(0, 4)
+    gather_warps = range(4)
     softmax_warps = range(4, 8)
     reduce_warps = range(8, 16)
     issue_warp = 16

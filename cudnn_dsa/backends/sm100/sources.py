@@ -61,9 +61,7 @@ def _key_norms(problem: Problem, arch: str) -> Source:
 
     inputs = {"kv": f"{problem.dtype}*16", "norms": "float32*", "s_kv": "int32"}
     grid = f"ceil_div(s_kv, {GAIN_WARPS})"
-    return shared.simple(
-        "key_norms", arch, (arch, parameters), host, inputs, " ".join(inputs), grid, 32 * GAIN_WARPS
-    )
+    return shared.simple("key_norms", arch, (arch, parameters), host, inputs, " ".join(inputs), grid, 32 * GAIN_WARPS)
 
 
 def _gain(problem: Problem, arch: str) -> Source:
