@@ -17,6 +17,7 @@ import dsa_cases
 from dsa_cases import Sizes, assert_gradients
 from sm100_problem import backward
 
+from cudnn_dsa.backends.sm100 import plans
 from cute_emulator import EmulatorError
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -103,6 +104,36 @@ def test_the_same_dq_and_d_sink_whatever_the_schedule() -> None:
     for other in others:
         assert torch.equal(first[0], other[0])
         assert torch.equal(first[2], other[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "heads", "head_dim", "queries_at_a_time"),
+    [
+        ("duplicates", BF16, 16, 512, 3),
+        ("scattered_invalid", BF16, 16, 512, 2),
+        pytest.param("odd_lengths", FP16, 96, 576, 1, marks=pytest.mark.slow),
+        pytest.param("sink_and_empty_rows", FP16, 96, 576, 4, marks=pytest.mark.slow),
+        pytest.param("one_row_for_all", BF16, 16, 512, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_deterministic(monkeypatch, name, dtype, heads, head_dim, queries_at_a_time) -> None:
+    """The same bits in every schedule, right ones, with the queries in one chunk or in several."""
+    sizes = Sizes(5, 70, heads, head_dim, 90)
+    monkeypatch.setattr(plans, "PARTIALS", queries_at_a_time * 4 * -(-heads // 64) * sizes.topk * head_dim)
+    plans.workspace.cache_clear()
+    case = dsa_cases.make(name, dtype, sizes)
+    first, gpu = backward(case, deterministic=True, seed=1)
+    assert len([x for x in gpu.report.launches if x.block == (640, 1, 1)]) == -(-5 // queries_at_a_time)
+    assert_gradients(name, case, first)
+    for seed in (2, 3):
+        assert torch.equal(first[1], backward(case, deterministic=True, seed=seed)[0][1])
+    start = torch.full((70, head_dim), 3.0)
+    added, again = start.clone(), start.clone()
+    backward(case, deterministic=True, dkv=added, accumulate=True, seed=4)
+    backward(case, deterministic=True, dkv=again, accumulate=True, seed=5)
+    assert torch.equal(added, again)
+    assert_gradients(name, case, (first[0], added - start, first[2]))
+    plans.workspace.cache_clear()
 
 
 def test_delta_and_fp32_out_as_given() -> None:

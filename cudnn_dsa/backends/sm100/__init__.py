@@ -26,8 +26,6 @@ def supports(problem: Problem) -> str | None:
         return "there is no forward kernel here"
     if p.q_cluster_mode != "off":
         return "queries are not clustered here"
-    if p.deterministic:
-        return "dkv is summed by atomics, in no fixed order"
     if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
         return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
     if p.dtype not in CUDA_DTYPES:

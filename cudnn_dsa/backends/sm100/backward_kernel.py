@@ -83,19 +83,24 @@ class BackwardSm100:
         topk_length: cute.Pointer,
         dq: cute.Pointer,
         sums: cute.Pointer,
-        s_q: Int32,
+        first_query: Int32,
+        queries: Int32,
         s_kv: Int32,
         topk: Int32,
         softmax_scale: Float32,
     ):
-        """dq (S_q, H, D), and sums (S_kv, D) fp32 of dkv, to which is added; from q (S_q, H, D), kv (S_kv, D), dout
-        (S_q, H, D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only), topk_idxs (S_q, K), topk_length
-        (S_q,)."""
+        """dq (S_q, H, D), and sums (S_kv, D) fp32 of dkv, to which is added, of ``queries`` queries.
+
+        From q (S_q, H, D), kv (S_kv, D), dout (S_q, H, D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only),
+        topk_idxs (S_q, K), topk_length (S_q,). With ``config.partials`` sums is (queries * head tiles, K, D): every row
+        that a query contributes, in the order of its valid entries.
+        """
         c = self.config
         self.kernel(
-            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, sums, s_kv, topk, softmax_scale
+            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, sums, first_query, s_kv, topk,
+            softmax_scale,
         ).launch(
-            grid=(s_q * c.head_tiles, 1, 1), block=(c.threads, 1, 1), smem=c.shared_bytes, min_blocks_per_mp=1
+            grid=(queries * c.head_tiles, 1, 1), block=(c.threads, 1, 1), smem=c.shared_bytes, min_blocks_per_mp=1
         )  # fmt: skip
 
     @cute.kernel
@@ -111,6 +116,7 @@ class BackwardSm100:
         topk_length: cute.Pointer,
         dq: cute.Pointer,
         sums: cute.Pointer,
+        first_query: Int32,
         s_kv: Int32,
         topk: Int32,
         softmax_scale: Float32,
@@ -131,7 +137,7 @@ class BackwardSm100:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cta = Cta(
-            query=Int64(block // c.head_tiles),
+            query=Int64(first_query + block // c.head_tiles),
             head=block % c.head_tiles * c.heads_tile,
             shared=memory.toint(),
             rows=self.int32s(memory + c.offset_rows, (c.ring, KEYS)),
@@ -152,7 +158,7 @@ class BackwardSm100:
             self.store_dq(cta, dq, tiles, exponent, warp - 4)
         elif warp < 16:
             cute.arch.setmaxregister_increase(c.registers.reduce)
-            self.reduce(cta, sums, exponent, warp - 8)
+            self.reduce(cta, self.target(sums, block, topk), exponent, warp - 8)
         else:
             cute.arch.setmaxregister_decrease(c.registers.issue)
             if warp == c.issue_warp:
@@ -168,6 +174,10 @@ class BackwardSm100:
         cute.arch.sync_threads()
         if warp == c.issue_warp:
             tcgen05.dealloc(cta.tmem, c.tmem_allocated)
+
+    def target(self, sums: cute.Pointer, block: Int32, topk: Int32) -> cute.Pointer:
+        """Row 0 of dkv, or the CTA's first slot."""
+        return sums + Int64(block) * topk * self.config.head_dim if self.config.partials else sums
 
     def place_rings(self, barriers: cute.Pointer) -> dict[str, Ring]:
         rings = {}
@@ -422,18 +432,18 @@ class BackwardSm100:
                 use = n * c.chunks + chunk
                 if use % 2 == group:
                     column = sums + (chunk * CHUNK + quarter * 32 + lane)
-                    self.add_chunk(cta, use, lanes, KEYS, column, rows, Int32(0), back)
+                    self.add_chunk(cta, use, lanes, KEYS, column, rows, Int32(0), n, back)
             if cutlass.const_expr(c.rest > 0):
                 use = n * c.chunks + c.full_chunks
                 if use % 2 == group:
                     column = sums + (c.full_chunks * CHUNK + quarter * 16 + lane % 16)
-                    self.add_chunk(cta, use, lanes, KEYS // 2, column, rows, lane // 16 * (KEYS // 2), back)
+                    self.add_chunk(cta, use, lanes, KEYS // 2, column, rows, lane // 16 * (KEYS // 2), n, back)
             cta.rings["rows"].arrive_empty(n)
             n += 1
 
     @cute.jit
     def add_chunk(
-        self, cta: Cta, use: Int32, lanes: Int32, keys: cutlass.Constexpr, column, rows, first: Int32, back
+        self, cta: Cta, use: Int32, lanes: Int32, keys: cutlass.Constexpr, column, rows, first: Int32, n, back
     ):  # fmt: skip
         """A column's values of ``keys`` rows of dkv, from ``rows[first]`` on; half a chunk a time is in registers."""
         ring = cta.rings["dkv"]
@@ -445,10 +455,11 @@ class BackwardSm100:
             if cutlass.const_expr(half == keys // HELD - 1):
                 tcgen05.fence("before")
                 ring.arrive_empty(use)
-            self.add_rows(column, rows, first + half * HELD, values, back)
+            self.add_rows(column, rows, first + half * HELD, n * KEYS, values, back)
 
     @cute.jit
-    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, values, back):
+    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, slot: Int32, values, back):
+        """To the selected rows of dkv; or stored to the query's slots, which are its valid entries in order."""
         numbers = cute.make_rmem_tensor(4, Int32)
         for i in cutlass.range_constexpr(HELD):
             if cutlass.const_expr(i % 4 == 0):
@@ -456,4 +467,8 @@ class BackwardSm100:
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), numbers)
             row = numbers[i % 4]
             if row >= 0:
-                ptx.red_add(column + Int64(row) * self.config.head_dim, self.scaled(values[i], back))
+                value = self.scaled(values[i], back)
+                if cutlass.const_expr(self.config.partials):
+                    (column + Int64(slot + first + i) * self.config.head_dim).store(value)
+                else:
+                    ptx.red_add(column + Int64(row) * self.config.head_dim, value)

@@ -39,6 +39,7 @@ class Config:
     heads_tile: int
     has_topk_length: bool = False
     head_dim_v: int = 512
+    partials: bool = False  # rows of dkv are stored, each to a slot of its own, and added by another kernel
     ring: int = 4  # tiles of row numbers that the index warp may be ahead
     registers: Registers = Registers()
 
