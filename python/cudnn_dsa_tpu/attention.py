@@ -122,8 +122,8 @@ def delta_rows(out: jax.Array, dout: jax.Array, dlse: jax.Array | None = None) -
     return delta if dlse is None else delta - dlse
 
 
-def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype) -> tuple[jax.Array, jax.Array]:
-    """out [H, S, D_v] and the natural lse [H, S] of valid tokens."""
+def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype, kv_len=None) -> tuple[jax.Array, jax.Array]:
+    """out [H, S, D_v] and the natural lse [H, S] of valid tokens; ``kv_len`` as in the kernel."""
     tiles, problem = plan.sizes.forward, plan.problem
     ids = segment_ids
     out, lse2 = forward(
@@ -132,6 +132,7 @@ def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype) -> tuple[jax.
         pad_to(v, tiles.kv, axis=1),
         ids and SegmentIds(pad_to(ids.q, tiles.q, axis=0), pad_to(ids.kv, tiles.kv, axis=0)),
         None if sink is None else sink.astype(jnp.float32) * LOG2E,
+        kv_len,
         problem=problem,
         tiles=tiles,
         out_dtype=out_dtype,

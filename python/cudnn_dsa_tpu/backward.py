@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cudnn_dsa_tpu.block_sizes import NUM_LANES, BlockSizes, Tiles
 from cudnn_dsa_tpu.contracts import Problem, SegmentIds
-from cudnn_dsa_tpu.forward import on_last_tile
+from cudnn_dsa_tpu.forward import over_keys
 from cudnn_dsa_tpu.launch import MASKED, NN, NOTHING, NT, Interpret, cost, launch, matmul, pad_to
 
 
@@ -55,15 +55,19 @@ class _Inputs(NamedTuple):
     v: Any  # (tile kv, D_v)
     q_ids: Any = None  # (1, tile q)
     kv_ids: Any = None  # (tile kv, 128): a key's segment id on every lane
+    kv_len: Any = None  # (1,), scalar memory: how many keys exist, where only the device knows
     dq: Any = None  # (D, tile q): the slot so far
 
 
-def _p_and_ds(refs: _Inputs, keys: slice, problem: Problem, dot) -> tuple[jax.Array, jax.Array]:
-    """P^T and dS^T of some keys of the tile against the tile's queries, (keys, tile q), in the dtype of the inputs."""
+def _p_and_ds(refs: _Inputs, keys: slice, limit, problem: Problem, dot) -> tuple[jax.Array, jax.Array]:
+    """P^T and dS^T of some keys of the tile against the tile's queries, (keys, tile q), in the dtype of the inputs.
+    Keys from ``limit`` on, if that is not None, do not exist."""
     s = dot(refs.k[keys, :], refs.q[...], NT) * problem.scale_log2e
     if refs.q_ids is not None:
         kv_ids = jnp.tile(refs.kv_ids[keys, :], (1, s.shape[1] // NUM_LANES))
         s = jnp.where(kv_ids == refs.q_ids[...], s, MASKED)
+    if limit is not None:
+        s = jnp.where(keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0) < limit, s, MASKED)
     p = jnp.exp2(s - refs.lse[...])
     dp = dot(refs.v[keys, :], refs.dout[...], NT)
     ds = p * (dp - refs.delta[...])
@@ -79,7 +83,7 @@ def _kv_kernel(refs: _Inputs, dq_ref, dk_ref, dv_ref, dk_acc, dv_acc, *k_transpo
     """dk, dv of one key tile, and its part of dq unless ``slots`` is 0."""
     dot = matmul(problem.dtype)
     kv_tile, head, q_tile = pl.program_id(1), pl.program_id(2), pl.program_id(3)
-    q_tiles, kv_tiles = tiles.grid(problem)
+    q_tiles = tiles.grid(problem)[0]
 
     @pl.when((head == 0) & (q_tile == 0))
     def _():
@@ -88,10 +92,10 @@ def _kv_kernel(refs: _Inputs, dq_ref, dk_ref, dv_ref, dk_acc, dv_acc, *k_transpo
         for kt in k_transposed:
             kt[...] = refs.k[...].T
 
-    def accumulate(keys: int) -> None:
+    def accumulate(keys: int, limit: jax.Array | None) -> None:
         dq_parts = []
         for chunk in _chunks(keys, tiles.kv_compute):
-            p, ds = _p_and_ds(refs, chunk, problem, dot)
+            p, ds = _p_and_ds(refs, chunk, limit, problem, dot)
             dv_acc[chunk, :] += dot(p, refs.dout[...], NN)
             dk_acc[chunk, :] += dot(ds, refs.q[...], NN)
             dq_parts += [dot(kt[:, chunk], ds, NN) for kt in k_transposed]
@@ -99,9 +103,9 @@ def _kv_kernel(refs: _Inputs, dq_ref, dk_ref, dv_ref, dk_acc, dv_acc, *k_transpo
             # where, not a product: what an untouched slot holds may be NaN.
             dq_parts.append(jnp.where(kv_tile < slots, 0.0, refs.dq[...]))
         if dq_ref is not None:
-            dq_ref[...] = functools.reduce(jnp.add, dq_parts)
+            dq_ref[...] = functools.reduce(jnp.add, dq_parts) if dq_parts else jnp.zeros_like(dq_ref)
 
-    on_last_tile(accumulate, kv_tile, kv_tiles - 1, tiles.kv, tiles.kv_tail(problem))
+    over_keys(accumulate, kv_tile, tiles, problem, refs.kv_len)
 
     @pl.when((head == problem.group - 1) & (q_tile == q_tiles - 1))
     def _():
@@ -117,12 +121,12 @@ def _dq_kernel(refs: _Inputs, dq_ref, acc_ref, *, tiles: Tiles, problem: Problem
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def accumulate(keys: int) -> None:
+    def accumulate(keys: int, limit: jax.Array | None) -> None:
         for chunk in _chunks(keys, tiles.kv_compute):
-            _, ds = _p_and_ds(refs, chunk, problem, dot)
+            _, ds = _p_and_ds(refs, chunk, limit, problem, dot)
             acc_ref[...] += dot(refs.k[chunk, :].T, ds, NN)
 
-    on_last_tile(accumulate, kv_tile, last, tiles.kv, tiles.kv_tail(problem))
+    over_keys(accumulate, kv_tile, tiles, problem, refs.kv_len)
 
     @pl.when(kv_tile == last)
     def _():
@@ -139,6 +143,7 @@ class Operands(NamedTuple):
         delta: [H, 1, S], fp32.
         k, v: [H_kv, T, D], [H_kv, T, D_v].
         segment_ids: [S], [T], or None.
+        kv_len: [1], int32: how many of the T keys exist; those behind are zero. None: all.
     """
 
     q: jax.Array
@@ -147,7 +152,8 @@ class Operands(NamedTuple):
     delta: jax.Array
     k: jax.Array
     v: jax.Array
-    segment_ids: SegmentIds | None
+    segment_ids: SegmentIds | None = None
+    kv_len: jax.Array | None = None
 
     def padded(self, tiles: Tiles) -> Operands:
         """The same in whole tiles. A query that does not exist has P = 2^(0 - 1e30) = 0 and adds zero everywhere."""
@@ -160,6 +166,7 @@ class Operands(NamedTuple):
             k=pad_to(self.k, tiles.kv, axis=1),
             v=pad_to(self.v, tiles.kv, axis=1),
             segment_ids=ids and SegmentIds(pad_to(ids.q, tiles.q, axis=0), pad_to(ids.kv, tiles.kv, axis=0)),
+            kv_len=self.kv_len,
         )
 
 
@@ -188,6 +195,9 @@ def _kernel_inputs(x: Operands, tiles: Tiles, query, key) -> tuple[_Inputs, _Inp
             q_ids=pl.BlockSpec((1, tiles.q), lambda *point: (0, query(*point)[1])),
             kv_ids=pl.BlockSpec((tiles.kv, NUM_LANES), lambda *point: (key(*point)[1], 0)),
         )
+    if x.kv_len is not None:
+        inputs = inputs._replace(kv_len=x.kv_len)
+        specs = specs._replace(kv_len=pl.BlockSpec(memory_space=pltpu.SMEM))
     return inputs, specs
 
 

@@ -13,10 +13,12 @@ in every step is what makes this kernel slow otherwise.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -34,6 +36,7 @@ class _Inputs(NamedTuple):
     q_ids: Any = None  # (tile q, 128): a query's segment id on every lane
     kv_ids: Any = None  # (1, tile kv)
     sink: Any = None  # (1, 128): the head's sink in base 2, on every lane
+    kv_len: Any = None  # (1,), scalar memory: how many keys exist, where only the device knows
 
 
 def lanes(x: jax.Array, width: int) -> jax.Array:
@@ -54,7 +57,7 @@ def _lane_sums(p: jax.Array) -> jax.Array:
 
 def _kernel(refs: _Inputs, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, tiles: Tiles, problem: Problem):
     dot = matmul(problem.dtype)
-    kv_tile, last = pl.program_id(3), tiles.grid(problem)[1] - 1
+    kv_tile = pl.program_id(3)
 
     @pl.when(kv_tile == 0)
     def _():
@@ -66,8 +69,8 @@ def _kernel(refs: _Inputs, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, tiles: Ti
             l_ref[...] = jnp.full_like(l_ref, 1 / NUM_LANES)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def attend(keys: int) -> None:
-        """Attend to the first ``keys`` keys of the tile. The count is static: what lies behind is never read."""
+    def attend(keys: int, limit: jax.Array | None) -> None:
+        """Attend to the first ``keys`` keys of the tile, of which ``limit`` exist."""
         m, l, acc = m_ref[...], l_ref[...], acc_ref[...]
         for start in range(0, keys, tiles.kv_compute):
             chunk = slice(start, min(start + tiles.kv_compute, keys))
@@ -75,6 +78,8 @@ def _kernel(refs: _Inputs, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, tiles: Ti
             s = dot(refs.q[...], refs.k[chunk, :], NT) * problem.scale_log2e
             if refs.q_ids is not None:
                 s = jnp.where(lanes(refs.q_ids[...], width) == refs.kv_ids[:, chunk], s, MASKED)
+            if limit is not None:
+                s = jnp.where(start + lax.broadcasted_iota(jnp.int32, s.shape, 1) < limit, s, MASKED)
             m_new = jnp.maximum(m, s.max(axis=1, keepdims=True))
             alpha = jnp.exp2(m - m_new)
             p = jnp.exp2(s - lanes(m_new, width))
@@ -84,9 +89,9 @@ def _kernel(refs: _Inputs, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, tiles: Ti
             m = m_new
         m_ref[...], l_ref[...], acc_ref[...] = m, l, acc
 
-    on_last_tile(attend, kv_tile, last, tiles.kv, tiles.kv_tail(problem))
+    over_keys(attend, kv_tile, tiles, problem, refs.kv_len)
 
-    @pl.when(kv_tile == last)
+    @pl.when(kv_tile == tiles.grid(problem)[1] - 1)
     def _():
         total = l_ref[...].sum(axis=1, keepdims=True)
         empty = total == 0  # no key with the query's segment id
@@ -95,13 +100,25 @@ def _kernel(refs: _Inputs, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, tiles: Ti
         lse_ref[...] = lse.T[:1]
 
 
-def on_last_tile(body, kv_tile, last: int, keys: int, tail: int) -> None:
-    """Run ``body(keys)`` on every key tile but the last and ``body(tail)`` there; one branch where one is enough."""
-    if tail == keys or last == 0:
-        body(tail)
+def over_keys(body: Callable[..., None], kv_tile, tiles: Tiles, problem: Problem, kv_len) -> None:
+    """Run ``body(keys, limit)`` on a key tile: its first ``keys`` keys, of which ``limit`` exist (None: all).
+
+    Without ``kv_len`` the last tile is sliced to its length, statically: what lies behind is never read, nothing is
+    masked, and one branch does where one is enough. With it, only the tile that the length falls into is masked; a tile
+    behind it runs the body with no keys, which still passes on what the tile's step has to write.
+    """
+    if kv_len is not None:
+        exist = kv_len[0] - kv_tile * tiles.kv
+        pl.when(exist >= tiles.kv)(lambda: body(tiles.kv, None))
+        pl.when((exist > 0) & (exist < tiles.kv))(lambda: body(tiles.kv, exist))
+        pl.when(exist <= 0)(lambda: body(0, None))
         return
-    pl.when(kv_tile < last)(lambda: body(keys))
-    pl.when(kv_tile == last)(lambda: body(tail))
+    tail, last = tiles.kv_tail(problem), tiles.grid(problem)[1] - 1
+    if tail == tiles.kv or last == 0:
+        body(tail, None)
+        return
+    pl.when(kv_tile < last)(lambda: body(tiles.kv, None))
+    pl.when(kv_tile == last)(lambda: body(tail, None))
 
 
 def forward(
@@ -110,6 +127,7 @@ def forward(
     v: jax.Array,
     segment_ids: SegmentIds | None,
     sink: jax.Array | None,
+    kv_len: jax.Array | None = None,
     *,
     problem: Problem,
     tiles: Tiles,
@@ -123,6 +141,7 @@ def forward(
         k, v: [H_kv, T', D], [H_kv, T', D_v]; T' likewise for ``tiles.kv``.
         segment_ids: int32, [S'] and [T'].
         sink: [H], fp32, times log2(e).
+        kv_len: [1], int32: how many of ``problem.valid_kv`` keys exist; those behind are zero. None: all.
         out_dtype: of the first result.
 
     Returns:
@@ -156,6 +175,10 @@ def forward(
     if sink is not None:
         inputs = inputs._replace(sink=jnp.broadcast_to(sink[:, None, None], (heads, 1, NUM_LANES)))
         specs = specs._replace(sink=pl.BlockSpec((None, 1, NUM_LANES), lambda h, g, i, j: (h * group + g, 0, 0)))
+
+    if kv_len is not None:
+        inputs = inputs._replace(kv_len=kv_len)
+        specs = specs._replace(kv_len=pl.BlockSpec(memory_space=pltpu.SMEM))
 
     return launch(
         functools.partial(_kernel, tiles=tiles, problem=problem),

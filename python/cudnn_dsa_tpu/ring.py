@@ -5,16 +5,23 @@ while the next ones are on their way; results are merged in fp32 by their logsum
 arXiv:2310.01889). In the backward pass the logsumexp and delta are known for the whole ring, so the hops' gradients
 simply add: dq stays, dk and dv travel with their keys and in the end go home the way they came.
 
+Devices may hold different numbers of tokens. Their program is one, so shapes are those of the arrays, and a kernel
+learns from a scalar how many of a hop's keys exist. Queries that do not exist are zeroed and computed: they cost time
+on a device that would otherwise wait for the others.
+
 What makes the hops overlap. XLA may start a transfer at any time after its operands exist, and left alone it starts all
 of them first: the whole ring's communication before the first kernel, every hop's keys in memory at once. An
 ``optimization_barrier`` over (next keys, results so far) ends each hop: the next transfer cannot start before this
-hop's kernel is done, and the scheduler puts the kernel between a transfer's start and its end.
+hop's kernel is done, and the scheduler puts the kernel between a transfer's start and its end. The backward pass has
+one transfer more than hops, the sums' last way home: a device computes a part of its own keys' gradients beside its
+first transfer and the other part beside this one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cudnn_dsa.contracts import ContractError
+from cudnn_dsa.contracts import ContractError, check_dtype, describe
 from cudnn_dsa_tpu.attention import (
     RESIDUAL_NAMES,
     Plan,
@@ -34,7 +41,7 @@ from cudnn_dsa_tpu.attention import (
 from cudnn_dsa_tpu.backward import Gradients, Operands
 from cudnn_dsa_tpu.block_sizes import BlockSizes, resolve
 from cudnn_dsa_tpu.chips import current_chip
-from cudnn_dsa_tpu.contracts import check_attention
+from cudnn_dsa_tpu.contracts import Problem, check_attention
 from cudnn_dsa_tpu.launch import Interpret, pad_to, resolve_interpret
 
 
@@ -76,6 +83,10 @@ class Ring:
         permutation = [(i, (i + by) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, permutation), x)
 
+    def length_of(self, lengths: jax.Array | None, moved: int) -> jax.Array | None:
+        """[1]: how many keys the device ``moved`` devices behind this one owns; None if all devices own as many."""
+        return None if lengths is None else lengths[(lax.axis_index(self.axis_name) - moved) % self.size][None]
+
 
 def ring_attention(
     q: jax.Array,
@@ -85,8 +96,8 @@ def ring_attention(
     axis_name: str,
     scale: float | None = None,
     block_sizes: BlockSizes | str = "auto",
-    orig_q_seq_len: int | None = None,
-    orig_kv_seq_len: int | None = None,
+    orig_q_seq_len: int | jax.Array | None = None,
+    orig_kv_seq_len: int | jax.Array | None = None,
     bidirectional: bool = False,
     ulysses_axis_name: str | None = None,
     interpret: Interpret | None = None,
@@ -98,32 +109,43 @@ def ring_attention(
         k, v: [H_kv, T, D], [H_kv, T, D_v], this device's keys and values.
         axis_name: mesh axis of the ring.
         scale, block_sizes, interpret: as for :func:`cudnn_dsa_tpu.splash_attention`; block sizes apply to each hop.
-        orig_q_seq_len, orig_kv_seq_len: how many of this device's S and T tokens exist, the same on every device.
+        orig_q_seq_len, orig_kv_seq_len: how many of this device's S and T tokens exist, the first so many; whatever
+            lies behind them, NaN included, has no influence. None: all. An int: so many on every device, at least one;
+            nothing is masked. An int32 array of one number (shape () or (1,)): this device's own, from 0 to S or T
+            (clipped), for lengths that the ring does not divide; see :func:`local_seq_len`, or shard an
+            array of all lengths over the axis.
         bidirectional: send keys both ways around the ring, half of them each.
         ulysses_axis_name: a second mesh axis that shards the sequence too (Jacobs et al. 2023, arXiv:2309.14509):
             within it, an all-to-all exchanges sequence shards for heads before the ring and back after it. Its size
             divides H and H_kv.
 
     Returns:
-        out [H, S, D_v], this device's share, in the dtype of q; zero beyond ``orig_q_seq_len``.
+        out [H, S, D_v], this device's share, in the dtype of q; zero beyond ``orig_q_seq_len``, and where no device has
+        any key.
 
     Raises:
         ContractError: a ``ValueError`` that names the argument, what was expected and what came.
     """
-    problem = check_attention(
-        q, k, v, scale=scale, orig_q_seq_len=orig_q_seq_len, orig_kv_seq_len=orig_kv_seq_len
-    )  # fmt: skip
-    ring = Ring(axis_name, _axis_size("axis_name", axis_name), bidirectional)
-    shards = 1 if ulysses_axis_name is None else _axis_size("ulysses_axis_name", ulysses_axis_name)
+    shared_q, own_q = _length("orig_q_seq_len", orig_q_seq_len)
+    shared_kv, own_kv = _length("orig_kv_seq_len", orig_kv_seq_len)
+    problem = check_attention(q, k, v, scale=scale, orig_q_seq_len=shared_q, orig_kv_seq_len=shared_kv)
+    ring = Ring(axis_name, axis_size("axis_name", axis_name), bidirectional)
+    shards = 1 if ulysses_axis_name is None else axis_size("ulysses_axis_name", ulysses_axis_name)
     for name, heads in (("H", problem.num_heads), ("H_kv", problem.num_kv_heads)):
         if heads % shards:
             raise ContractError("ulysses_axis_name", f"an axis whose size divides {name}={heads}", f"size {shards}")
 
+    own_kv = None if own_kv is None else jnp.clip(own_kv, 0, problem.kv_len)
+
     # Only valid tokens go through the all-to-all: the shards' tails would end up between the tokens.
     q, k, v = q[:, : problem.valid_q], k[:, : problem.valid_kv], v[:, : problem.valid_kv]
+    q, k, v = _zero_from(own_q, q), _zero_from(own_kv, k), _zero_from(own_kv, v)
     if shards > 1:
         exchange = functools.partial(lax.all_to_all, axis_name=ulysses_axis_name, tiled=True)
         q, k, v = (exchange(x, split_axis=0, concat_axis=1) for x in (q, k, v))
+        if own_kv is not None:
+            lengths = lax.all_gather(own_kv, ulysses_axis_name)
+            k, v, own_kv = _close_up(k, lengths), _close_up(v, lengths), lengths.sum()
     local = dataclasses.replace(
         problem,
         num_heads=q.shape[0],
@@ -134,21 +156,58 @@ def ring_attention(
         valid_kv=k.shape[1],
     )
     plan = Plan(local, resolve(block_sizes, local, current_chip()), resolve_interpret(interpret))
-    out = _ring(q, k, v, plan, ring)
+    out = _ring(q, k, v, None if own_kv is None else lax.all_gather(own_kv, axis_name), plan, ring)
     if shards > 1:
         out = exchange(out, split_axis=1, concat_axis=0)
-    return pad_to(out, problem.q_len, axis=1)
+    return pad_to(_zero_from(own_q, out), problem.q_len, axis=1)
 
 
-def _axis_size(argument: str, name: Any) -> int:
+def local_seq_len(seq_len: int, shard_len: int, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """How many of this device's ``shard_len`` tokens exist, int32, where a sequence of ``seq_len`` tokens was padded
+    behind and cut into shards along ``axis_name`` (or several axes, the outermost first); under ``jax.shard_map``."""
+    return jnp.clip(seq_len - lax.axis_index(axis_name) * shard_len, 0, shard_len).astype(jnp.int32)
+
+
+def axis_size(argument: str, name: Any) -> int:
+    """The size of a mesh axis of the enclosing ``shard_map``."""
     try:
         return lax.axis_size(name)
     except (NameError, TypeError, KeyError):
         raise ContractError(argument, "the name of a mesh axis of an enclosing shard_map", repr(name)) from None
 
 
+def _length(argument: str, value: Any) -> tuple[int | None, jax.Array | None]:
+    """A length that all devices share, or this device's own, a scalar."""
+    if not isinstance(value, jax.Array):
+        return value, None
+    if value.size != 1:
+        expected = "an int, or an int32 array of one number: this device's own"
+        raise ContractError(argument, expected, f"shape {value.shape}")
+    check_dtype(argument, describe(value), ("int32",))
+    return None, value.reshape(())
+
+
+def _zero_from(length: jax.Array | None, x: jax.Array) -> jax.Array:
+    """``x`` [H, S, D] with zeros from token ``length`` on, as are the gradients there; None: ``x`` itself."""
+    if length is None:
+        return x
+    return jnp.where(lax.broadcasted_iota(jnp.int32, (x.shape[1], 1), 0) < length, x, 0)
+
+
+def _close_up(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Shards that follow each other along axis 1, of which so many tokens exist and the others are zero: all that exist
+    first. Each shard is written over the zeros of the one before."""
+    shard_len = x.shape[1] // len(lengths)
+    starts = jnp.cumsum(lengths) - lengths
+    closed = jnp.zeros_like(x)
+    for shard in range(len(lengths)):
+        part = x[:, shard * shard_len : (shard + 1) * shard_len]
+        closed = lax.dynamic_update_slice_in_dim(closed, part, starts[shard], axis=1)
+    return closed
+
+
 class _Partial(NamedTuple):
-    """Attention to some of the keys: out [H, S, D_v] and lse [H, S], both fp32."""
+    """Attention to some of the keys: out [H, S, D_v] and lse [H, S], both fp32; zeros and -inf for no keys."""
 
     out: jax.Array
     lse: jax.Array
@@ -156,68 +215,108 @@ class _Partial(NamedTuple):
     def merge(self, other: _Partial) -> _Partial:
         """Attention to the keys of both. The exponents are differences to the larger logsumexp, at most zero."""
         lse = jnp.logaddexp(self.lse, other.lse)
-        a, b = jnp.exp(self.lse - lse), jnp.exp(other.lse - lse)
+        finite = jnp.where(jnp.isneginf(lse), 0.0, lse)  # no keys on either side: weights 2^(-inf - 0) = 0
+        a, b = jnp.exp(self.lse - finite), jnp.exp(other.lse - finite)
         return _Partial(self.out * a[..., None] + other.out * b[..., None], lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _ring(q, k, v, plan: Plan, ring: Ring):
-    return _ring_forward(q, k, v, plan, ring).out.astype(q.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _ring(q, k, v, lengths, plan: Plan, ring: Ring):
+    """``lengths``: [R], int32, how many keys each device of the ring owns; None: all of them."""
+    return _ring_forward(q, k, v, lengths, plan, ring).out.astype(q.dtype)
 
 
-def _ring_forward(q, k, v, plan: Plan, ring: Ring) -> _Partial:
-    def attend(keys) -> _Partial:
-        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32))
+def _ring_forward(q, k, v, lengths, plan: Plan, ring: Ring) -> _Partial:
+    def attend(keys, moved: int) -> _Partial:
+        kv_len = ring.length_of(lengths, moved)
+        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32, kv_len))
 
     ahead = {chain: ring.shift((k, v), chain.step) for chain in ring.chains_at(1)}
-    state = attend((k, v))
+    state = attend((k, v), 0)
     for hop in range(1, ring.hops + 1):
         held, state = lax.optimization_barrier((ahead, state))
         ahead = {chain: ring.shift(held[chain], chain.step) for chain in ring.chains_at(hop + 1)}
         for chain in ring.chains_at(hop):
-            state = state.merge(attend(held[chain]))
+            state = state.merge(attend(held[chain], chain.step * hop))
     return state
 
 
-def _ring_fwd(q, k, v, plan: Plan, ring: Ring):
+def _ring_fwd(q, k, v, lengths, plan: Plan, ring: Ring):
     out, lse = (
-        checkpoint_name(x, name) for x, name in zip(_ring_forward(q, k, v, plan, ring), RESIDUAL_NAMES, strict=True)
+        checkpoint_name(x, name)
+        for x, name in zip(_ring_forward(q, k, v, lengths, plan, ring), RESIDUAL_NAMES, strict=True)
     )
     # out is kept in fp32, for delta: see splash attention.
-    return out.astype(q.dtype), (q, k, v, out, lse)
+    return out.astype(q.dtype), (q, k, v, lengths, out, lse)
+
+
+def _head_parts(problem: Problem, ring: Ring) -> list[tuple[slice, slice]]:
+    """Two parts of the heads that share nothing but, with a single key head, that head: their queries' and their keys'
+    heads. One part where there is one head, or nothing to overlap with."""
+    count = problem.num_kv_heads if problem.num_kv_heads > 1 else problem.num_heads
+    if ring.hops == 0 or count == 1:
+        return [(slice(None), slice(None))]
+    bounds = [slice(0, count // 2), slice(count // 2, count)]
+    if problem.num_kv_heads == 1:
+        return [(heads, slice(None)) for heads in bounds]
+    return [(slice(b.start * problem.group, b.stop * problem.group), b) for b in bounds]
 
 
 def _ring_bwd(plan: Plan, ring: Ring, residuals, dout):
-    q, k, v, out, lse = residuals
-    fixed = {
-        "q": q,
-        "dout": dout,
-        "lse": lse_to_base2(lse),
-        "delta": delta_rows(out, dout)[:, None, :],
-    }
+    # Or XLA would take the forward pass's first transfer for this one's and keep those keys until now.
+    (q, k, v, lengths, out, lse), dout = lax.optimization_barrier((residuals, dout))
+    lse2, delta = lse_to_base2(lse), delta_rows(out, dout)[:, None, :]
     dtypes = Gradients(jnp.float32, jnp.float32, jnp.float32)
 
-    def gradients(keys) -> Gradients:
-        return run_backward(Operands(**fixed, k=keys[0], v=keys[1], segment_ids=None), plan, dtypes)
+    everything = (slice(None), slice(None))
 
+    def gradients(keys, moved: int, part: tuple[slice, slice] = everything) -> Gradients:
+        x = Operands(
+            q=q[part[0]],
+            dout=dout[part[0]],
+            lse=lse2[part[0]],
+            delta=delta[part[0]],
+            k=keys[0][part[1]],
+            v=keys[1][part[1]],
+            kv_len=ring.length_of(lengths, moved),
+        )
+        problem = dataclasses.replace(plan.problem, num_heads=len(x.q), num_kv_heads=len(x.k))
+        return run_backward(x, dataclasses.replace(plan, problem=problem), dtypes)
+
+    parts = _head_parts(plan.problem, ring)
     ahead = {chain: ring.shift((k, v), chain.step) for chain in ring.chains_at(1)}
-    own = gradients((k, v))
-    dq, home = own.q, (own.k, own.v)
+    own = [gradients((k, v), 0, parts[0])]
+    dq: Any = 0.0
     travelling: dict[Chain, Any] = {}
-    for hop in range(1, ring.hops + 1):
-        held, travelling, dq, home = lax.optimization_barrier((ahead, travelling, dq, home))
+    home: list[Any] = []
+    for hop in range(1, ring.hops + 2):
+        # The sums of the hop before move on, or home, while this hop's are computed; last come the rest of its own.
+        held, travelling, home, own, dq = lax.optimization_barrier((ahead, travelling, home, own, dq))
         ahead = {chain: ring.shift(held[chain], chain.step) for chain in ring.chains_at(hop + 1)}
-        # The sums of the hops before move on while this hop's are computed.
-        moved = {chain: ring.shift(travelling[chain], chain.step) for chain in ring.chains_at(hop) if hop > 1}
+        moved = {
+            chain: ring.shift(sums, chain.step if hop <= chain.hops else -chain.step * chain.hops)
+            for chain, sums in travelling.items()
+        }
+        home += [sums for chain, sums in moved.items() if hop > chain.hops]
+        travelling = {}
         for chain in ring.chains_at(hop):
-            grads = gradients(held[chain])
+            grads = gradients(held[chain], chain.step * hop)
             dq = dq + grads.q
             travelling[chain] = (grads.k, grads.v)
-            if hop > 1:
-                travelling[chain] = jax.tree.map(jnp.add, moved[chain], travelling[chain])
-    for chain in ring.chains:
-        home = jax.tree.map(jnp.add, home, ring.shift(travelling[chain], -chain.step * chain.hops))
-    return dq.astype(q.dtype), home[0].astype(k.dtype), home[1].astype(v.dtype)
+            if chain in moved:
+                travelling[chain] = jax.tree.map(operator.add, moved[chain], travelling[chain])
+    own += [gradients((k, v), 0, part) for part in parts[1:]]
+
+    def whole(*grads: jax.Array, shared: bool = False) -> jax.Array:
+        """A gradient of all heads from those of the parts."""
+        return functools.reduce(operator.add, grads) if shared else jnp.concatenate(grads)
+
+    dq = dq + whole(*(grads.q for grads in own))
+    keys = ((grads.k, grads.v) for grads in own)
+    dkv = jax.tree.map(functools.partial(whole, shared=plan.problem.num_kv_heads == 1), *keys)
+    for sums in home:
+        dkv = jax.tree.map(operator.add, dkv, sums)
+    return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype), None
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
