@@ -32,6 +32,7 @@ MODULES = {
     "cpu": "cudnn_dsa.backends.cpu",
     "cudnn": "cudnn_dsa.backends.cudnn",
     "reference": "cudnn_dsa.backends.reference",
+    "sm90": "cudnn_dsa.backends.sm90",
     "triton": "cudnn_dsa.backends.triton",
 }
 # What backend="auto" tries, best first, by the major compute capability of the device.

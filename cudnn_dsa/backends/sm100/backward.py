@@ -1,0 +1,453 @@
+"""The backward of one query and up to 64 heads a CTA, on tcgen05 (docs/sm100.md explains it with drawings).
+
+For every tile of 64 selected keys K (V is its first D_v columns), everything transposed so that keys or columns of D,
+never heads, fill the rows of an instruction:
+
+    S^T  = K Q^T         keys x heads   (M = 64)      P  = 2 ** (S * scale2 - Z2)
+    dP^T = V dO^T        keys x heads   (M = 64)      dS = P * (dP - delta) * scale
+    dQ^T += K^T dS^T     D x heads      (M = 128 a chunk, one accumulator for all keys)
+    dKV^T = [dO^T P, 0] + Q^T dS    D x keys   (M = 128 a chunk), added to the selected rows of dkv
+
+A thread that reads dKV^T holds one column of D for all keys, so a warp's reduction is one full line of 128 bytes in the
+natural order of dkv. Heads are the N or K extent of every product: 16 heads cost a quarter of 64.
+
+Roles: the index warp packs the valid entries of topk_idxs into tiles of row numbers, which end with an empty tile; the
+gather warps copy those rows of kv; the issue warp gives the products to the tensor core; the softmax warps make P and
+dS, and store dQ; the reduce warps empty dKV^T.
+
+fp16: P and dS are rounded to the element type, so both carry a power of two of the query, its gain (gain.py), which the
+results are divided by.
+"""
+
+# mypy: ignore-errors
+# (Device code: types are the DSL's.)
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cudnn_dsa.backends.sm100 import tcgen05
+from cudnn_dsa.backends.sm100.config import CHUNK, KEYS, Config
+from cudnn_dsa.backends.sm100.layout import K_STEP, instruction
+from cudnn_dsa.cute import ptx, selection, softmax
+from cudnn_dsa.cute.gather import CHUNK as BLOCK
+from cudnn_dsa.cute.gather import PIECE, gather_columns
+from cudnn_dsa.cute.ring import Ring
+
+ELEMENTS = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Cta:
+    """What every role knows: the query (Int64), its first head, shared memory and tensor memory."""
+
+    query: Int64
+    head: Int32
+    shared: Int32  # address of shared memory
+    rows: cute.Tensor  # (ring, KEYS): row numbers of a tile
+    counts: cute.Tensor  # (ring,): valid rows of a tile, 0 behind the last one
+    rings: dict[str, Ring]
+    tmem: Int32
+
+    @cute.jit
+    def tile(self, n: Int32) -> Int32:
+        """Valid keys of tile ``n``, once its row numbers are there; 0 behind the last one."""
+        self.rings["rows"].wait_full(n)
+        return self.counts[self.rings["rows"].stage(n)]
+
+    def rows_of(self, n: Int32) -> cute.Tensor:
+        return self.rows[self.rings["rows"].stage(n), None]
+
+
+class BackwardSm100:
+    """Compile-time parameters of the kernel, all in ``config``; ``__call__`` is the host function."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = ELEMENTS[config.element]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        kv: cute.Pointer,
+        dout: cute.Pointer,
+        z2: cute.Pointer,
+        delta: cute.Pointer,
+        gain: cute.Pointer,
+        topk_idxs: cute.Pointer,
+        topk_length: cute.Pointer,
+        dq: cute.Pointer,
+        dkv: cute.Pointer,
+        s_q: Int32,
+        s_kv: Int32,
+        topk: Int32,
+        softmax_scale: Float32,
+    ):
+        """dq (S_q, H, D), and dkv (S_kv, D) fp32, to which is added; from q (S_q, H, D), kv (S_kv, D), dout (S_q, H,
+        D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only), topk_idxs (S_q, K), topk_length (S_q,)."""
+        c = self.config
+        self.kernel(
+            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, dkv, s_kv, topk, softmax_scale
+        ).launch(
+            grid=(s_q * c.head_tiles, 1, 1), block=(c.threads, 1, 1), smem=c.shared_bytes, min_blocks_per_mp=1
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Pointer,
+        kv: cute.Pointer,
+        dout: cute.Pointer,
+        z2: cute.Pointer,
+        delta: cute.Pointer,
+        gain: cute.Pointer,
+        topk_idxs: cute.Pointer,
+        topk_length: cute.Pointer,
+        dq: cute.Pointer,
+        dkv: cute.Pointer,
+        s_kv: Int32,
+        topk: Int32,
+        softmax_scale: Float32,
+    ):
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        block = cute.arch.block_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = cutlass.memory.SmemAllocator().allocate(c.shared_bytes, 1024)
+        holder = cute.recast_ptr(memory + c.offset_tmem, dtype=Int32)
+        rings = self.place_rings(cute.recast_ptr(memory + c.offset_barriers, dtype=Int64))
+
+        if warp == c.issue_warp:
+            tcgen05.alloc(holder, c.tmem_allocated)
+        if thread == 0:
+            for name, (_, producers, consumers) in c.rings.items():
+                rings[name].init(producers, consumers)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cta = Cta(
+            query=Int64(block // c.head_tiles),
+            head=block % c.head_tiles * c.heads_tile,
+            shared=memory.toint(),
+            rows=self.int32s(memory + c.offset_rows, (c.ring, KEYS)),
+            counts=self.int32s(memory + c.offset_counts, (c.ring,)),
+            rings=rings,
+            tmem=holder.load(),
+        )
+        exponent = Int32(0)
+        if cutlass.const_expr(self.dtype is cutlass.Float16):
+            exponent = (gain + cta.query).load()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.registers.gather)
+            self.gather(cta, q, kv, dout, thread)
+        elif warp < 8:
+            cute.arch.setmaxregister_increase(c.registers.softmax)
+            tiles = self.softmax(cta, z2, delta, softmax_scale, exponent, warp - 4)
+            self.store_dq(cta, dq, tiles, exponent, warp - 4)
+        elif warp < 16:
+            cute.arch.setmaxregister_increase(c.registers.reduce)
+            self.reduce(cta, dkv, exponent, warp - 8)
+        else:
+            cute.arch.setmaxregister_decrease(c.registers.issue)
+            if warp == c.issue_warp:
+                if cute.arch.lane_idx() == 0:
+                    self.issue(cta)
+            elif warp == c.index_warp:
+                lengths = topk_length if cutlass.const_expr(c.has_topk_length) else None
+                selection.feed_rows(
+                    selection.index_row(topk_idxs, cta.query, topk), selection.row_length(lengths, cta.query, topk),
+                    s_kv, cta.rows, cta.counts, rings["rows"], Int32(0), KEYS,
+                )  # fmt: skip
+        # Every role has read what it wanted of tensor memory.
+        cute.arch.sync_threads()
+        if warp == c.issue_warp:
+            tcgen05.dealloc(cta.tmem, c.tmem_allocated)
+
+    def place_rings(self, barriers: cute.Pointer) -> dict[str, Ring]:
+        rings = {}
+        for name, (stages, _, _) in self.config.rings.items():
+            rings[name] = Ring(barriers, stages)
+            barriers = barriers + Ring.barriers_of(stages)
+        return rings
+
+    def int32s(self, pointer: cute.Pointer, shape: tuple[int, ...]) -> cute.Tensor:
+        return cute.make_tensor(
+            cute.recast_ptr(pointer, dtype=Int32), cute.make_ordered_layout(shape, (1, 0)[-len(shape) :])
+        )
+
+    def shared_pointer(self, dtype, address, align: int) -> cute.Pointer:
+        return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
+
+    # Gather warps
+
+    @cute.jit
+    def gather(self, cta: Cta, q: cute.Pointer, kv: cute.Pointer, dout: cute.Pointer, thread: Int32):
+        """Q and dO once, waited for together with the first tile of keys; then the keys, tile by tile."""
+        c = self.config
+        self.load_heads(cta, q, c.q, 0, thread)
+        self.load_heads(cta, dout, c.dout, c.offset_dout, thread)
+        n = Int32(0)
+        while cta.tile(n) > 0:
+            cta.rings["kv"].wait_empty(n)
+            for block in cutlass.range_constexpr(c.head_dim // BLOCK):
+                target = self.kv_address(cta, n) + c.kv.column(block * BLOCK)
+                gather_columns(
+                    kv, cta.rows_of(n), self.shared_pointer(self.dtype, target, 1024), thread, WARPGROUP,
+                    c.head_dim, block * BLOCK, BLOCK,
+                )  # fmt: skip
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            # Copied by the generic proxy, read by the tensor core through the async proxy.
+            cute.arch.fence_view_async_shared()
+            cta.rings["kv"].arrive_full(n)
+            n += 1
+        # A query without a key leaves copies under way that no tile waits for.
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def load_heads(self, cta: Cta, source: cute.Pointer, tile: cutlass.Constexpr, offset: cutlass.Constexpr, thread):
+        """Start copying the CTA's heads of a (S_q, H, columns) tensor; zeros past the last head."""
+        heads = self.config.heads
+        pieces = BLOCK // PIECE
+        piece = thread % pieces
+        for i in cutlass.range_constexpr(tile.rows * pieces // WARPGROUP):
+            r = i * (WARPGROUP // pieces) + thread // pieces
+            inside = cta.head + r < heads
+            size = Int32(16) if inside else Int32(0)
+            row = source + (cta.query * heads + (cta.head + r if inside else Int32(0))) * tile.columns
+            place = cta.shared + offset + r * tile.width + ((piece ^ r) % pieces) * 16
+            for block in cutlass.range_constexpr(tile.columns // BLOCK):
+                target = self.shared_pointer(self.dtype, place + tile.column(block * BLOCK), 16)
+                ptx.cp_async_16(target, row + (block * BLOCK + piece * PIECE), size)
+
+    def kv_address(self, cta: Cta, n: Int32) -> Int32:
+        return cta.shared + self.config.offset_kv + cta.rings["kv"].stage(n) * self.config.kv.bytes
+
+    # Issue warp (one thread)
+
+    @cute.jit
+    def multiply(
+        self, target, a: cutlass.Constexpr, a_address, b: cutlass.Constexpr, b_address, shape: cutlass.Constexpr,
+        a_rows: cutlass.Constexpr, b_rows: cutlass.Constexpr, accumulate,
+    ):  # fmt: skip
+        """``target`` (+)= A B^T, ``shape`` = (M, N, K); ``a_rows``: the rows of A's tile are contracted, not its columns."""
+        m, n, contraction = shape
+        desc = instruction(m, n, self.config.element, a_rows, b_rows)
+        a_desc = Int64(a.descriptor(a_rows)) + Int64(a_address >> 4)
+        b_desc = Int64(b.descriptor(b_rows)) + Int64(b_address >> 4)
+        for k in cutlass.range_constexpr(contraction // K_STEP):
+            again = accumulate if cutlass.const_expr(k == 0) else Int32(1)
+            tcgen05.mma(target, a_desc + (a.step(k, a_rows) >> 4), b_desc + (b.step(k, b_rows) >> 4), desc, again)
+
+    @cute.jit
+    def issue(self, cta: Cta):
+        c = self.config
+        n = Int32(0)
+        count = cta.tile(n)
+        if count > 0:
+            self.issue_scores(cta, n)
+        while count > 0:
+            following = cta.tile(n + 1)
+            cta.rings["p"].wait_full(n)
+            tcgen05.fence("after")
+            self.issue_dq(cta, n)
+            tcgen05.commit(cta.rings["kv"].empty(n))
+            for chunk in cutlass.range_constexpr(c.chunks):
+                if cutlass.const_expr(chunk == c.lookahead_chunk):
+                    if following > 0:
+                        self.issue_scores(cta, n + 1)
+                use = n * c.chunks + chunk
+                cta.rings["dkv"].wait_empty(use)
+                tcgen05.fence("after")
+                self.issue_dkv(cta, use, chunk)
+                tcgen05.commit(cta.rings["dkv"].full(use))
+            tcgen05.commit(cta.rings["p"].empty(n))
+            n += 1
+            count = following
+        tcgen05.commit(cta.rings["dq"].full(Int32(0)))
+
+    @cute.jit
+    def issue_scores(self, cta: Cta, n: Int32):
+        """S and dP of a tile. Their columns are free: P of the tile before was waited for, which was made from them."""
+        c = self.config
+        cta.rings["kv"].wait_full(n)
+        tcgen05.fence("after")
+        kv = self.kv_address(cta, n)
+        fresh = Int32(0)
+        self.multiply(cta.tmem, c.kv, kv, c.q, cta.shared, (KEYS, c.heads_tile, c.head_dim), False, False, fresh)
+        self.multiply(
+            cta.tmem + c.tmem_dp, c.kv, kv, c.dout, cta.shared + c.offset_dout,
+            (KEYS, c.heads_tile, c.head_dim_v), False, False, fresh,
+        )  # fmt: skip
+        tcgen05.commit(cta.rings["scores"].full(n))
+
+    @cute.jit
+    def issue_dq(self, cta: Cta, n: Int32):
+        c = self.config
+        again = Int32(n > 0)
+        for chunk in cutlass.range_constexpr(c.chunks):
+            self.multiply(
+                cta.tmem + (c.tmem_dq + chunk * c.heads_tile),
+                c.kv, self.kv_address(cta, n) + c.kv.column(chunk * CHUNK), c.p, cta.shared + c.offset_ds,
+                (c.chunk_rows(chunk), c.heads_tile, KEYS), True, True, again,
+            )  # fmt: skip
+
+    @cute.jit
+    def issue_dkv(self, cta: Cta, use: Int32, chunk: cutlass.Constexpr):
+        """A rest of 64 columns is computed for 32 keys at a time, side by side in the lanes that M = 64 leaves free."""
+        c = self.config
+        target = cta.tmem + c.tmem_dkv + cta.rings["dkv"].stage(use) * KEYS
+        m = c.chunk_rows(chunk)
+        keys = KEYS * m // CHUNK
+        for part in cutlass.range_constexpr(KEYS // keys):
+            lanes = target + part * 16 * tcgen05.LANE
+            rows = c.p.row(part * keys)
+            again = Int32(0)
+            if cutlass.const_expr(chunk * CHUNK < c.head_dim_v):
+                self.multiply(
+                    lanes, c.dout, cta.shared + (c.offset_dout + c.dout.column(chunk * CHUNK)),
+                    c.p, cta.shared + (c.offset_p + rows), (m, keys, c.heads_tile), True, False, again,
+                )  # fmt: skip
+                again = Int32(1)
+            self.multiply(
+                lanes, c.q, cta.shared + c.q.column(chunk * CHUNK),
+                c.p, cta.shared + (c.offset_ds + rows), (m, keys, c.heads_tile), True, False, again,
+            )  # fmt: skip
+
+    # Softmax warps
+
+    @cute.jit
+    def softmax(self, cta: Cta, z2, delta, softmax_scale, exponent: Int32, warp: Int32) -> Int32:
+        """P and dS of every tile; returns how many there were.
+
+        A thread has two keys, eight apart, and every fourth pair of heads.
+        """
+        c = self.config
+        lane = cute.arch.lane_idx()
+        groups = c.heads_tile // 8
+        lanes = cta.tmem + warp * (32 * tcgen05.LANE)
+        ceiling = Float32(exponent)
+        head_z2 = cute.make_rmem_tensor(2 * groups, Float32)
+        head_delta = cute.make_rmem_tensor(2 * groups, Float32)
+        for i in cutlass.range_constexpr(2 * groups):
+            h = cta.head + (i // 2 * 8 + i % 2) + lane % 4 * 2
+            head_z2[i], head_delta[i] = Float32.inf, Float32(0)  # heads past H: P and dS are zeros
+            if h < c.heads:
+                head_z2[i] = (z2 + (cta.query * c.heads + h)).load() - ceiling
+                head_delta[i] = (delta + (cta.query * c.heads + h)).load()
+        scale2 = softmax_scale * softmax.LOG2_E
+        key = warp * 16 + lane // 4
+        swizzle = ((key >> c.p.swizzle_shift) & c.p.swizzle_mask) << 4
+        line = cta.shared + key * c.p.width + lane % 4 * 4
+        n = Int32(0)
+        while cta.tile(n) > 0:
+            valid = [cta.rows_of(n)[key] >= 0, cta.rows_of(n)[key + 8] >= 0]
+            cta.rings["scores"].wait_full(n)
+            tcgen05.fence("after")
+            s = tcgen05.load(lanes, "16x256b", groups)
+            dp = tcgen05.load(lanes + c.tmem_dp, "16x256b", groups)
+            cta.rings["p"].wait_empty(n)
+            for pair in cutlass.range_constexpr(2 * groups):
+                p, ds = [], []
+                for e in cutlass.range_constexpr(2):
+                    j, i = 2 * pair + e, pair // 2 * 2 + e
+                    counts = valid[pair % 2]
+                    p.append(softmax.probability(s[j], scale2, head_z2[i], counts, ceiling))
+                    ds.append(softmax.score_gradient(p[e], dp[j], head_delta[i], softmax_scale, counts))
+                place = line + (((pair // 2) << 4) ^ swizzle) + pair % 2 * 8 * c.p.width
+                self.shared_pointer(Int32, place + c.offset_p, 4).store(ptx.pack_halves(*p, self.dtype))
+                self.shared_pointer(Int32, place + c.offset_ds, 4).store(ptx.pack_halves(*ds, self.dtype))
+            # Written by the generic proxy, read by the tensor core through the async proxy.
+            cute.arch.fence_view_async_shared()
+            tcgen05.fence("before")
+            cta.rings["p"].arrive_full(n)
+            n += 1
+        return n
+
+    @cute.jit
+    def store_dq(self, cta: Cta, dq: cute.Pointer, tiles: Int32, exponent: Int32, warp: Int32):
+        """dQ^T: lane = column of D, register = head; rounded once. A query without a key gets zeros."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        back = ptx.power_of_two(-exponent)
+        lanes = cta.tmem + c.tmem_dq + warp * (32 * tcgen05.LANE)
+        cta.rings["dq"].wait_full(Int32(0))
+        tcgen05.fence("after")
+        first = dq + (cta.query * c.heads + cta.head) * c.head_dim
+        for chunk in cutlass.range_constexpr(c.chunks):
+            full = chunk < c.full_chunks
+            count = c.heads_tile if full else c.heads_tile // 2
+            values = cute.make_rmem_tensor(count, Float32)
+            values.fill(0.0)
+            if tiles > 0:
+                loaded = self.load_dq(lanes + chunk * c.heads_tile, full)
+                for j in cutlass.range_constexpr(count):
+                    values[j] = loaded[j]
+            for j in cutlass.range_constexpr(count):
+                # A rest of M = 64 lies in 16 lanes a warp and is read like the scores.
+                h = j if full else j // 4 * 8 + lane % 4 * 2 + j % 2
+                d = chunk * CHUNK + (warp * 32 + lane if full else warp * 16 + lane // 4 + j // 2 % 2 * 8)
+                if cta.head + h < c.heads:
+                    (first + (h * c.head_dim + d)).store(self.scaled(values[j], back).to(self.dtype))
+
+    def load_dq(self, lanes: Int32, full: bool) -> tuple:
+        heads = self.config.heads_tile
+        return tcgen05.load(lanes, "32x32b", heads) if full else tcgen05.load(lanes, "16x256b", heads // 8)
+
+    def scaled(self, value: Float32, back: Float32) -> Float32:
+        return value * back if self.dtype is cutlass.Float16 else value
+
+    # Reduce warps
+
+    @cute.jit
+    def reduce(self, cta: Cta, dkv: cute.Pointer, exponent: Int32, warp: Int32):
+        """dKV^T: lane = column of D, register = key. The two warpgroups take turns, chunk by chunk."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        group, quarter = warp // 4, warp % 4
+        back = ptx.power_of_two(-exponent)
+        lanes = cta.tmem + c.tmem_dkv + quarter * (32 * tcgen05.LANE)
+        n = Int32(0)
+        while cta.tile(n) > 0:
+            rows = cta.rows_of(n)
+            for chunk in cutlass.range(c.full_chunks, unroll=1):
+                use = n * c.chunks + chunk
+                if use % 2 == group:
+                    values = self.take_chunk(cta, lanes, use, KEYS)
+                    self.add_rows(dkv + (chunk * CHUNK + quarter * 32 + lane), rows, Int32(0), values, KEYS, back)
+            if cutlass.const_expr(c.rest > 0):
+                use = n * c.chunks + c.full_chunks
+                if use % 2 == group:
+                    values = self.take_chunk(cta, lanes, use, KEYS // 2)
+                    column = c.full_chunks * CHUNK + quarter * 16 + lane % 16
+                    self.add_rows(dkv + column, rows, lane // 16 * (KEYS // 2), values, KEYS // 2, back)
+            cta.rings["rows"].arrive_empty(n)
+            n += 1
+
+    @cute.jit
+    def take_chunk(self, cta: Cta, lanes: Int32, use: Int32, columns: cutlass.Constexpr):
+        """The chunk in registers; its accumulator is free again before a single value is added."""
+        ring = cta.rings["dkv"]
+        ring.wait_full(use)
+        tcgen05.fence("after")
+        values = tcgen05.load(lanes + ring.stage(use) * KEYS, "32x32b", columns)
+        tcgen05.fence("before")
+        ring.arrive_empty(use)
+        return values
+
+    @cute.jit
+    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, values, keys: cutlass.Constexpr, back):
+        """One value each to ``keys`` rows of dkv, from ``rows[first]`` on."""
+        numbers = cute.make_rmem_tensor(4, Int32)
+        for i in cutlass.range_constexpr(keys):
+            if cutlass.const_expr(i % 4 == 0):
+                pointer = self.shared_pointer(Int32, (rows.iterator + (first + i)).toint(), 16)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), numbers)
+            row = numbers[i % 4]
+            if row >= 0:
+                ptx.red_add(column + Int64(row) * self.config.head_dim, self.scaled(values[i], back))

@@ -1,0 +1,81 @@
+"""The Hopper backend (compute capability 9.0): CuTe-DSL kernels; D in (512, 576), bf16 and fp16.
+
+``backward_kernel.py`` and ``forward_kernel.py`` are the kernels, ``producer.py``, ``scores.py``, ``epilogue.py`` and
+``wgmma.py`` what they share, ``config.py`` their tiles and registers, ``sources.py`` the kernels that a problem
+launches, ``plans.py`` the launches of a call. docs/sm90.md explains them. Nothing of the CuTe DSL is imported before a
+kernel has to be compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn_dsa.artifact import build, driver, library
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability
+from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
+
+CAPABILITY = (9, 0)
+# Of the fp32 dkv: the reduction's offsets are int32, in vectors of four.
+MAX_DKV_ELEMENTS = 4 * INT32_MAX
+
+
+def unavailable(device: str) -> str | None:
+    if driver.installed() is not None:  # something that stands in for a GPU
+        return None
+    if not device.startswith("cuda"):
+        return f"it runs on CUDA devices, not on {device}"
+    major, minor = device_capability(device)
+    if (major, minor) != CAPABILITY:
+        return f"it is built for compute capability 9.0, {device} has {major}.{minor}"
+    if any((folder / library.MANIFEST).exists() for folder in library.directories()):
+        return None
+    return build.unavailable()
+
+
+def supports(problem: Problem) -> str | None:
+    p = problem
+    if p.q_cluster_mode != "off":
+        return "queries are not clustered here"
+    if p.deterministic and p.direction == "backward":
+        return "dkv is summed by atomics, in no fixed order"
+    if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
+        return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
+    if p.dtype not in CUDA_DTYPES:
+        return f"bfloat16 and float16, not {p.dtype}"
+    if p.s_q * p.heads > INT32_MAX:
+        return "S_q * H is at most 2**31 - 1: tiles of queries and heads are counted in int32"
+    if p.s_kv * p.head_dim > MAX_DKV_ELEMENTS:
+        return "S_kv * D is at most 4 * (2**31 - 1): the reduction's offsets are int32"
+    return None
+
+
+def workspace_bytes(problem: Problem) -> int:
+    if problem.direction == "forward":
+        return 0
+    from cudnn_dsa.backends.sm90 import plans
+
+    return plans.backward_workspace(problem).total
+
+
+def prepare(problem: Problem) -> None:
+    from cudnn_dsa.backends.sm90 import plans
+
+    plans.prepare(problem)
+
+
+def fingerprint(problem: Problem) -> str | None:
+    from cudnn_dsa.backends.sm90 import plans
+
+    return plans.fingerprint(problem)
+
+
+def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
+    from cudnn_dsa.backends.sm90 import plans
+
+    plans.forward(problem, tensors, stream)
+
+
+def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None:
+    from cudnn_dsa.backends.sm90 import plans
+
+    plans.backward(problem, tensors, workspace, stream)
