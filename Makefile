@@ -9,8 +9,9 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && n=8; echo 
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
 # What `make test` runs, one after the other; `make test-dsa` runs one.
-AREAS               := dsa emulator pallas-triton tpu
+AREAS               := dsa artifact emulator pallas-triton tpu
 TESTS_dsa           := test/contracts test/dsa test/packaging
+TESTS_artifact      := test/artifact
 TESTS_emulator      := test/emulator
 TESTS_pallas-triton := test/pallas_triton
 TESTS_tpu           := test/tpu

@@ -71,15 +71,24 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
 def _set_up_logging() -> None:
-    """CUDNN_DSA_LOG=debug (or info, warning, error) prints this package's log to stderr; unset, the host decides."""
-    level = os.environ.get("CUDNN_DSA_LOG")
-    if level:
-        logger = logging.getLogger(__name__)
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(level.upper())
+    """CUDNN_DSA_LOG=debug (info, warning, ...; 1 is info) prints this package's log to stderr. Unset or 0, the host
+    program decides."""
+    wanted = os.environ.get("CUDNN_DSA_LOG", "")
+    if wanted in ("", "0"):
+        return
+    logger = logging.getLogger(__name__)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    known = wanted.lower() in _LEVELS
+    logger.setLevel(wanted.upper() if known else logging.INFO)
+    if not known and wanted != "1":
+        words = f"{', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}"
+        logger.warning("CUDNN_DSA_LOG: expected %s, got %r; it is info", words, wanted)
 
 
 _set_up_logging()

@@ -16,6 +16,7 @@ from cudnn_dsa.cli.console import CannotRun
 COMMANDS = {
     "info": ("cudnn_dsa.cli.info", "which backends can run here, and if not why and what to install"),
     "bench": ("cudnn_dsa.cli.bench", "time this machine's backends on the shapes of named models"),
+    "aot": ("cudnn_dsa.cli.aot", "compile the kernels of named models ahead of time"),
     "demo": ("cudnn_dsa.cli.demo", "train a small language model whose attention is this operator"),
 }
 

@@ -7,22 +7,24 @@ other S_q and S_kv if need be. A wrapper does it all in one call. Both only prep
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from cudnn_dsa import backends, interface
+from cudnn_dsa import backends, selftest
+from cudnn_dsa.admission import BACKWARD, FORWARD, Tensors, describe_all, gate, options_of
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts.sparse_attention import Options, Problem
-from cudnn_dsa.interface import Gradients, Launch, Outputs, resolve_deterministic, run
+from cudnn_dsa.interface import run
+from cudnn_dsa.results import Gradients, Outputs
 
 
 class _Plan:
     """What the two directions share: sample specs, the gate, the chosen backend."""
 
-    def __init__(self, samples: dict[str, Any], options: Options):
-        self._samples = interface.describe_all(samples)  # specs only: a plan keeps no tensor alive
+    def __init__(self, samples: Tensors, options: Options):
+        self._samples = describe_all(samples)  # specs only: a plan keeps no tensor alive
         self._options = options
         self._problem: Problem | None = None
 
@@ -38,27 +40,36 @@ class _Plan:
         return True
 
     def compile(self) -> None:
-        """Compile and tune everything, so that the first ``execute`` does neither and can be captured in a graph."""
+        """Compile and tune everything, so that the first ``execute`` does neither and can be captured in a graph.
+
+        Kernels that have not run on this kind of device are compared with the reference (``cudnn_dsa.selftest``).
+
+        Raises:
+            UnsupportedError: they compute something else.
+        """
         problem = self._checked()
-        backends.select(problem).prepare(problem)
+        backend = backends.select(problem)
+        backend.prepare(problem)
+        selftest.ensure(backend, problem)
 
     def scratch_workspace_bytes(self) -> int:
         """Bytes of workspace that ``execute`` takes at the samples' sizes (0: none). It grows with S_q and S_kv."""
         problem = self._checked()
         return backends.select(problem).workspace_bytes(problem)
 
-    def _for_execution(self, planned: Problem, softmax_scale: float | None, accumulate: bool = False) -> Options:
-        if softmax_scale is None and not accumulate and self._options.dkv_dtype == planned.dkv_dtype:
+    def _options_for(self, softmax_scale: float | None, accumulate: bool = False) -> Options:
+        """The plan's options, with what a call may change."""
+        if softmax_scale is None and not accumulate:
             return self._options
         scale = self._options.softmax_scale if softmax_scale is None else softmax_scale
-        return replace(self._options, softmax_scale=scale, accumulate=accumulate, dkv_dtype=planned.dkv_dtype)
+        return options_of(self._options, softmax_scale=scale, accumulate=accumulate)
 
     def _checked(self) -> Problem:
         if self._problem is None:
-            problem = interface.gate(self._samples, self._options)
+            problem = gate(self._samples, self._options)
             backends.select(problem)
             self._problem = problem
-            self._options = replace(self._options, dkv_dtype=problem.dkv_dtype)
+            self._options = options_of(self._options, dkv_dtype=problem.dkv_dtype)
         return self._problem
 
 
@@ -100,19 +111,14 @@ class SparseAttentionBackward(_Plan):
         sample_delta: torch.Tensor | None = None,
         backend: str = "auto",
     ):
-        samples = {
-            "q": sample_q, "kv": sample_kv, "out": sample_out, "dout": sample_dout, "lse": sample_lse,
-            "attn_sink": sample_attn_sink, "topk_idxs": sample_topk_idxs, "topk_length": sample_topk_length,
-            "delta": sample_delta, "dq": sample_dq, "dkv": sample_dkv,
-        }  # fmt: skip
-        options = Options(
-            direction="backward",
-            backend=backend,
-            softmax_scale=softmax_scale,
-            deterministic=resolve_deterministic(deterministic),
-            block_tile=block_tile,
-            q_cluster_mode=q_cluster_mode,
-        )
+        samples = BackwardTensors(
+            sample_q, sample_kv, sample_out, sample_dout, sample_lse, sample_attn_sink, sample_topk_idxs,
+            sample_topk_length, sample_delta, sample_dq, sample_dkv,
+        )  # fmt: skip
+        options = options_of(
+            BACKWARD, layout="plan", backend=backend, softmax_scale=softmax_scale, deterministic=deterministic,
+            block_tile=block_tile, q_cluster_mode=q_cluster_mode,
+        )  # fmt: skip
         super().__init__(samples, options)
 
     def execute(
@@ -141,12 +147,8 @@ class SparseAttentionBackward(_Plan):
         nothing else. ``softmax_scale`` None is the plan's. Errors are those of :meth:`check_support`.
         """
         planned = self._checked()
-        tensors = {
-            "q": q, "kv": kv, "out": out, "dout": dout, "lse": lse, "attn_sink": attn_sink, "topk_idxs": topk_idxs,
-            "topk_length": topk_length, "delta": delta, "dq": dq, "dkv": dkv, "d_sink": d_sink,
-        }  # fmt: skip
-        options = self._for_execution(planned, softmax_scale, accumulate)
-        return cast(Gradients, run(tensors, options, Launch(current_stream, workspace, planned)))
+        tensors = BackwardTensors(q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, delta, dq, dkv, d_sink)
+        return run(tensors, self._options_for(softmax_scale, accumulate), current_stream, workspace, planned)
 
     __call__ = execute
 
@@ -170,11 +172,10 @@ class SparseAttentionForward(_Plan):
         head_dim_v: int | None = None,
         backend: str = "auto",
     ):
-        samples = {
-            "q": sample_q, "kv": sample_kv, "topk_idxs": sample_topk_idxs, "attn_sink": sample_attn_sink,
-            "topk_length": sample_topk_length,
-        }  # fmt: skip
-        options = Options("forward", backend=backend, head_dim_v=head_dim_v, softmax_scale=softmax_scale)
+        samples = ForwardTensors(sample_q, sample_kv, sample_topk_idxs, sample_attn_sink, sample_topk_length)
+        options = options_of(
+            FORWARD, layout="plan", backend=backend, head_dim_v=head_dim_v, softmax_scale=softmax_scale
+        )
         super().__init__(samples, options)
 
     def execute(
@@ -191,12 +192,8 @@ class SparseAttentionForward(_Plan):
     ) -> Outputs:
         """(out, lse), on ``current_stream``. ``out`` may be fp32. See :meth:`SparseAttentionBackward.execute`."""
         planned = self._checked()
-        tensors = {
-            "q": q, "kv": kv, "topk_idxs": topk_idxs, "attn_sink": attn_sink, "topk_length": topk_length, "out": out,
-            "lse": lse,
-        }  # fmt: skip
-        options = self._for_execution(planned, softmax_scale)
-        return cast(Outputs, run(tensors, options, Launch(current_stream, None, planned)))
+        tensors = ForwardTensors(q, kv, topk_idxs, attn_sink, topk_length, out, lse)
+        return run(tensors, self._options_for(softmax_scale), current_stream, None, planned)
 
     __call__ = execute
 
@@ -228,21 +225,12 @@ def sparse_attention_backward_wrapper(
     A strided dq or dkv is computed in a contiguous stage and copied on the launch stream; the caller's tensor is what
     comes back.
     """
-    tensors = {
-        "q": q, "kv": kv, "out": out, "dout": dout, "lse": lse, "attn_sink": attn_sink, "topk_idxs": topk_idxs,
-        "topk_length": topk_length, "delta": delta, "dq": dq, "dkv": dkv, "d_sink": None,
-    }  # fmt: skip
-    options = Options(
-        direction="backward",
-        backend=backend,
-        softmax_scale=softmax_scale,
-        deterministic=resolve_deterministic(deterministic),
-        accumulate=accumulate,
-        block_tile=block_tile,
-        q_cluster_mode=q_cluster_mode,
-        layout="wrapper",
-    )
-    return cast(Gradients, run(tensors, options, Launch(stream, workspace)))
+    tensors = BackwardTensors(q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, delta, dq, dkv)
+    options = options_of(
+        BACKWARD, layout="wrapper", backend=backend, softmax_scale=softmax_scale, deterministic=deterministic,
+        accumulate=accumulate, block_tile=block_tile, q_cluster_mode=q_cluster_mode,
+    )  # fmt: skip
+    return run(tensors, options, stream, workspace)
 
 
 def sparse_attention_forward_wrapper(
@@ -258,12 +246,9 @@ def sparse_attention_forward_wrapper(
     backend: str = "auto",
 ) -> Outputs:
     """:func:`cudnn_dsa.interface.sparse_attention_forward` without output arguments."""
-    tensors = {
-        "q": q, "kv": kv, "topk_idxs": topk_idxs, "attn_sink": attn_sink, "topk_length": topk_length, "out": None,
-        "lse": None,
-    }  # fmt: skip
-    options = Options("forward", backend, head_dim_v, softmax_scale, layout="wrapper")
-    return cast(Outputs, run(tensors, options, Launch(stream)))
+    tensors = ForwardTensors(q, kv, topk_idxs, attn_sink, topk_length)
+    options = options_of(FORWARD, layout="wrapper", backend=backend, head_dim_v=head_dim_v, softmax_scale=softmax_scale)
+    return run(tensors, options, stream)
 
 
 # `from cudnn_dsa import DSA` stands where code had `from cudnn import DSA`.

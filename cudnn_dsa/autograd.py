@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cudnn_dsa import ops
+from cudnn_dsa import ops, transforms
 from cudnn_dsa.contracts import ContractError
 
 
@@ -53,6 +53,10 @@ def sparse_attention(
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv", "topk_idxs")):
             raise ContractError(name, "a tensor", type(x).__name__)
+        if x is not None:
+            transforms.refuse_distributed(name, x)
+            if transforms.active():
+                transforms.refuse_derivatives(name, x)
     if isinstance(softmax_scale, torch.Tensor):  # it would be taken as a number, without a gradient
         raise ContractError("softmax_scale", "a number", "a tensor", "no gradient is computed for it")
     device_type = q.device.type

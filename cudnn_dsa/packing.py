@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import torch
 
+from cudnn_dsa.admission import describe_all
 from cudnn_dsa.autograd import sparse_attention
 from cudnn_dsa.contracts import ContractError, Dims, TensorSpec, check_device, check_dtype, check_range, check_shape
-from cudnn_dsa.interface import describe_all
 
 
 def _specs(**tensors: Any) -> dict[str, TensorSpec]:

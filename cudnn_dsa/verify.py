@@ -24,32 +24,25 @@ def enabled() -> bool:
 
 def check_forward(tensors: BackwardTensors) -> None:
     """Compare ``out`` and ``lse`` with q, kv on ``ROWS`` evenly spread rows. Raises ``ContractError``."""
-    q, kv, topk_idxs, out, lse = tensors.q, tensors.kv, tensors.topk_idxs, tensors.out, tensors.lse
+    q, out = tensors.q, tensors.out
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     rows = torch.linspace(0, q.shape[0] - 1, min(ROWS, q.shape[0]), device=q.device).round().long()
-    idxs = topk_idxs[rows].long()
-    valid = (idxs >= 0) & (idxs < kv.shape[0])
-    length = tensors.topk_length
-    if length is not None:
-        valid &= torch.arange(idxs.shape[1], device=q.device) < length[rows, None]
-    keys = torch.where(valid[..., None], kv[torch.where(valid, idxs, 0)].double(), 0)
-    scores = torch.einsum("ihd,ikd->ihk", q[rows].double(), keys) * tensors.softmax_scale
-    scores = torch.where(valid[:, None], scores, -torch.inf)
-    want_lse = torch.logsumexp(scores, -1)
+    selected = reference.gather(tensors, rows, torch.float64)
+    want_lse = torch.logsumexp(selected.scores, -1)
     sink = reference.effective_sink(tensors.attn_sink)
-    z = reference.log_normaliser(want_lse, None if sink is None else sink.double())
+    z = reference.log_normaliser(want_lse, sink)
 
-    counts = valid.any(-1)[:, None].expand_as(want_lse)  # without a key, any lse is fine
-    got_lse = lse[rows].double()
+    counts = selected.valid.any(-1)[:, None].expand_as(want_lse)  # without a key, any lse is fine
+    got_lse = tensors.lse[rows].double()
     if not _close(got_lse, want_lse, counts):
         raise ContractError("lse", "the natural log over the selected keys, without the sink", *_diagnose(
             got_lse, want_lse, z if sink is not None else None, counts
         ))  # fmt: skip
     if tensors.delta is not None:  # then out is not used: it may be anything
         return
-    exponent = torch.where(valid[:, None] & ~torch.isinf(z)[..., None], scores - z[..., None], -torch.inf)
-    want = torch.einsum("ihk,ikd->ihd", exponent.exp(), keys[..., : out.shape[-1]])
+    p = reference.probabilities(selected, z)
+    want = torch.einsum("ihk,ikd->ihd", p, selected.k[..., : out.shape[-1]])
     error = (out[rows].double() - want).norm(dim=-1)
     if not bool((error <= TOLERANCE * want.norm(dim=-1) + 1e-6).all()):
         worst = float((error / (want.norm(dim=-1) + 1e-6)).max())

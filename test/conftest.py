@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the tests that draw examples say so and are skipped
+    pass
+else:
+    # How long an example takes says something of the machine, not of the code; fixtures here hold no state of a test.
+    settings.register_profile(
+        "project",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        derandomize=bool(os.environ.get("CI")),  # CI draws the same examples every time; a developer's machine looks on
+    )
+    settings.load_profile("project")
 
 
 def _cuda_reason() -> str | None:

@@ -16,13 +16,12 @@
 //   out, dq     (heads, columns) = p, ds         (heads, keys) x  K rows        (keys, columns)
 //   dkv         (keys, columns)  = ds            (keys, heads) x  q             (heads, columns)   and p x dout
 //
-// Weights (scores, p, ds) lie as (keys, heads), heads padded to whole vectors. K rows are gathered a tile at a time.
+// Weights (scores, p, ds) lie as (keys, heads), heads padded to whole vectors. K rows are gathered and widened a segment
+// at a time, once: all products of a segment take them from there, by element or by vector, in the one layout.
 //
-// Backward works on chunks of queries whose p and ds fit a fixed budget, in three parallel steps:
-//   prepare     per query: the list of valid keys, Z, delta, the query's term of d_sink
-//   scores      per 512 keys of a query: p and ds into the chunk's buffer
-//   gradients   per panel of columns and range of kv rows: dkv of all the chunk's queries, in order; and per panel of
-//               columns and query: dq
+// Backward works on chunks of queries whose p and ds fit a budget, in two parallel steps:
+//   query   per query: the list of valid keys, Z, delta, the query's term of d_sink; p and ds into the chunk's buffer; dq
+//   dkv     per panel of columns and range of kv rows: dkv of all the chunk's queries, in order
 //
 // Results do not depend on the number of threads, nor on who runs what: a dkv element has one owner per chunk, which
 // adds the terms query by query and, within a query, in the order of its list; every term is one chain over the heads.
@@ -35,14 +34,13 @@
 namespace cudnn_dsa {
 namespace DSA_ISA {
 
-constexpr int64_t kKeyTile = 64;           // gathered rows in flight; a panel of them and its weights stay in L1
-constexpr int64_t kDepth = 96;             // steps of D between which scores leave the registers: shorter chains
-                                           // round less, and a block of transposed q stays in L1
-constexpr int64_t kKeySegment = 8 * kKeyTile;  // keys scored at once; passes and segments start at whole tiles
+constexpr int64_t kKeySegment = 192;       // keys gathered at once; they stay in L2
+constexpr int64_t kKeyTile = 96;           // keys that a sum over keys takes at once: a panel of them and their weights
+                                           // stay in L1, and shorter chains round less
+constexpr int64_t kDepth = 192;            // steps of D that a sum over D takes at once, likewise
 constexpr int64_t kKeyRanges = 16;         // parts of the kv rows that lists are partitioned into
-constexpr int64_t kChunkBytes = 4 << 20;   // p and ds of one chunk
+constexpr int64_t kChunkBytes = 1 << 20;   // p and ds of one chunk, per thread
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kRowsAhead = 4;          // distance at which gathered rows are prefetched
 
 // Row length that is a whole number of vectors and an odd number of cache lines, so that the rows of a tile do not all
 // fall into the same few sets of the cache.
@@ -71,8 +69,9 @@ T* allocate(Runtime& runtime, int64_t n) {
 template <class T>
 struct Scratch {
   T *q, *dout;           // transposed: (D, heads), (D_v, heads)
-  T* rows;               // gathered rows (kKeyTile, row_length(D)), or panels of them
-  T *scores, *products;  // (kKeySegment, heads), (kKeyTile, heads)
+  T* columns;            // (2, heads, kPanel): of q and of dout
+  T* rows;               // gathered rows (kKeySegment, row_length(D))
+  T *scores, *products;  // (kKeySegment, heads)
   T* sums;               // (panels, H, kPanel)
   T *maximum, *total;    // (heads)
 };
@@ -126,14 +125,10 @@ class Attention {
     }
   }
 
-  // dst (count, ld) = columns [c0, c0 + n) of the given rows of kv.
-  void gather(T* dst, int64_t ld, const int32_t* rows, int64_t count, int64_t c0, int64_t n) const {
-    const int64_t bytes = n * element_size(p.kv.dtype);
-    const auto row = [&](int64_t j) { return at(p.kv, rows[j] * p.head_dim + c0); };
+  // rows (count, row_length(D)) = the listed rows of kv.
+  void gather(T* rows, const int32_t* list, int64_t count) const {
     for (int64_t j = 0; j < count; ++j) {
-      // No hardware prefetcher guesses the next row.
-      if (j + kRowsAhead < count) prefetch(row(j + kRowsAhead), bytes);
-      load_row(dst + j * ld, row(j), p.kv.dtype, n);
+      load_row(rows + j * row_length<T>(p.head_dim), at(p.kv, list[j] * p.head_dim), p.kv.dtype, p.head_dim);
     }
   }
 
@@ -147,14 +142,32 @@ class Attention {
     }
   }
 
-  // sums (H, kPanel) += weights (keys, heads), transposed, x columns [c0, c0 + n) of the given rows of kv.
-  void add_weighted_rows(T* sums, const T* weights, const int32_t* rows, int64_t count, int64_t c0, int64_t n,
-                         T* panel) const {
-    const int64_t width = round_up(n, kLanes<T>);
-    for (int64_t k = 0; k < count; k += kKeyTile) {
-      const int64_t tile = smaller(kKeyTile, count - k);
-      gather(panel, width, rows + k, tile, c0, n);
-      gemm<T>(p.heads, width, tile, {weights + k * heads, 1, heads}, panel, width, sums, kPanel<T>, true);
+  // sums (panels, H, kPanel) (+)= weights (count, heads), transposed, x the first `columns` columns of gathered rows.
+  // Rows of weights are `weight_ld` apart.
+  void add_weighted_rows(T* sums, const T* weights, int64_t weight_ld, const T* gathered, int64_t count, int64_t columns,
+                         bool add) const {
+    const int64_t ld = row_length<T>(p.head_dim);
+    for (int64_t c = 0; c < columns; c += kPanel<T>, sums += p.heads * kPanel<T>) {
+      const int64_t width = round_up(smaller(kPanel<T>, columns - c), kLanes<T>);
+      for (int64_t k = 0; k < count; k += kKeyTile) {
+        gemm<T>(p.heads, width, smaller(kKeyTile, count - k), {weights + k * weight_ld, 1, weight_ld},
+                gathered + k * ld + c, ld, sums, kPanel<T>, add || k > 0);
+      }
+    }
+  }
+
+  // Row h of sums.
+  void clear_sums(T* sums, int64_t h, int64_t columns) const {
+    for (int64_t c = 0; c < columns; c += kPanel<T>) {
+      __builtin_memset(sums + (c / kPanel<T> * p.heads + h) * kPanel<T>, 0, kPanel<T> * sizeof(T));
+    }
+  }
+
+  // target[i, h] = factor * row h of sums.
+  void store_sums(const Array& target, int64_t i, int64_t h, const T* sums, int64_t columns, T factor) const {
+    for (int64_t c = 0; c < columns; c += kPanel<T>) {
+      store_row(at(target, (i * p.heads + h) * columns + c), target.dtype, sums + (c / kPanel<T> * p.heads + h) * kPanel<T>,
+                smaller(kPanel<T>, columns - c), factor);
     }
   }
 };
@@ -186,13 +199,13 @@ class Forward : Attention<T> {
   using Base::heads, Base::p, Base::runtime;
 
   void run() {
-    const int64_t width = row_length<T>(p.head_dim);
+    const int64_t width = row_length<T>(p.head_dim), segment = larger(kLanes<T>, smaller(kKeySegment, p.topk));
     Scratch<T>* const scratch = allocate<Scratch<T>>(runtime, runtime.threads);
     int32_t* const lists = allocate<int32_t>(runtime, runtime.threads * p.topk);
     for (int t = 0; t < runtime.threads; ++t) {
       scratch[t].q = allocate<T>(runtime, p.head_dim * heads);
-      scratch[t].rows = allocate<T>(runtime, kKeyTile * width);
-      scratch[t].scores = allocate<T>(runtime, kKeySegment * heads);
+      scratch[t].rows = allocate<T>(runtime, segment * width);
+      scratch[t].scores = allocate<T>(runtime, segment * heads);
       scratch[t].sums = allocate<T>(runtime, panels<T>(p.head_dim_v) * p.heads * kPanel<T>);
       scratch[t].maximum = allocate<T>(runtime, heads);
       scratch[t].total = allocate<T>(runtime, heads);
@@ -204,25 +217,17 @@ class Forward : Attention<T> {
   void query(int64_t i, const Scratch<T>& s, int32_t* rows) {
     int32_t offsets[kKeyRanges + 1];
     const int64_t count = p.s_kv > 0 ? Base::list_keys(i, rows, offsets) : 0;
-    const int64_t panel_size = p.heads * kPanel<T>;
     for (int64_t h = 0; h < heads; ++h) {
       s.maximum[h] = -__builtin_inf();
       s.total[h] = 0;
     }
-    __builtin_memset(s.sums, 0, panels<T>(p.head_dim_v) * panel_size * sizeof(T));
     if (count > 0) Base::load_transposed(s.q, p.q, i, p.head_dim, s.rows);
     for (int64_t k = 0; k < count; k += kKeySegment) {
       const int64_t segment = smaller(kKeySegment, count - k);
-      for (int64_t j = 0; j < segment; j += kKeyTile) {
-        const int64_t tile = smaller(kKeyTile, segment - j);
-        Base::gather(s.rows, row_length<T>(p.head_dim), rows + k + j, tile, 0, p.head_dim);
-        Base::dot(s.scores + j * heads, s.rows, tile, s.q, p.head_dim);
-      }
+      Base::gather(s.rows, rows + k, segment);
+      Base::dot(s.scores, s.rows, segment, s.q, p.head_dim);
       softmax(s, segment, k > 0);
-      for (int64_t c = 0; c < p.head_dim_v; c += kPanel<T>) {
-        Base::add_weighted_rows(s.sums + c / kPanel<T> * panel_size, s.scores, rows + k, segment, c,
-                                smaller(kPanel<T>, p.head_dim_v - c), s.rows);
-      }
+      Base::add_weighted_rows(s.sums, s.scores, heads, s.rows, segment, p.head_dim_v, k > 0);
     }
     for (int64_t h = 0; h < p.heads; ++h) finish(i, h, s);
   }
@@ -238,7 +243,7 @@ class Forward : Attention<T> {
       // Without a finite score yet there is nothing to subtract: -inf - -inf would be NaN.
       const V shift = highest == V{} - __builtin_inf() ? V{} : highest;
       const V factor = exp<T>(before - shift);
-      V total = load<V>(s.total + h) * factor;
+      V total = {};  // of this segment: one chain over a long list would round at every key
       for (int64_t j = 0; j < count; ++j) {
         T* const score = s.scores + j * heads + h;
         const V weight = exp<T>(load<V>(score) * scale - shift);
@@ -246,7 +251,7 @@ class Forward : Attention<T> {
         total += weight;
       }
       store(s.maximum + h, highest);
-      store(s.total + h, total);
+      store(s.total + h, load<V>(s.total + h) * factor + total);
       if (!rescale) continue;
       for (int64_t n = 0; n < panels<T>(p.head_dim_v); ++n) {
         for (int64_t l = 0; l < smaller(kLanes<T>, p.heads - h); ++l) {
@@ -263,11 +268,9 @@ class Forward : Attention<T> {
     const double lse = empty ? -__builtin_inf() : highest + __builtin_log(total);
     const double factor = empty ? 0 : __builtin_exp(highest - log_denominator(p, lse, h));
     store_statistic(p.lse, i * p.heads + h, lse);
-    for (int64_t c = 0; c < p.head_dim_v; c += kPanel<T>) {
-      store_row(at(p.out, (i * p.heads + h) * p.head_dim_v + c), p.out.dtype,
-                s.sums + (c / kPanel<T> * p.heads + h) * kPanel<T>, smaller(kPanel<T>, p.head_dim_v - c),
-                static_cast<T>(factor));
-    }
+    // Not 0 times what was summed: that may have overflowed, and without a key nothing was written there.
+    if (factor == 0) Base::clear_sums(s.sums, h, p.head_dim_v);
+    Base::store_sums(p.out, i, h, s.sums, p.head_dim_v, static_cast<T>(factor));
   }
 };
 
@@ -283,27 +286,17 @@ class Backward : Attention<T> {
     start_dkv();
     for (first = 0; first < p.s_q; first += queries) {
       in_chunk = smaller(queries, p.s_q - first);
-      parallel(runtime, in_chunk, [&](int64_t g, int thread) { prepare(g, scratch[thread]); });
-      add_d_sink();
-      int64_t longest = 0;
-      for (int64_t g = 0; g < in_chunk; ++g) longest = larger(longest, counts[g]);
-      for (from = 0; from < longest || from == 0; from = to) {
+      from = 0;
+      do {
         to = from + capacity;
-        last_pass = to >= longest;
-        const int64_t segments = (smaller(longest - from, capacity) + kKeySegment - 1) / kKeySegment;
-        parallel(runtime, in_chunk * segments, [&](int64_t task, int thread) {
-          scores(task / segments, from + task % segments * kKeySegment, scratch[thread]);
+        parallel(runtime, in_chunk, [&](int64_t g, int thread) { query(g, scratch[thread]); });
+        const int64_t columns = panels<T>(p.head_dim);
+        parallel(runtime, ranges * columns, [&](int64_t task, int thread) {
+          dkv_task(task / columns, task % columns * kPanel<T>, scratch[thread]);
         });
-        // The large tasks first: the small ones then even out the threads.
-        const int64_t columns = panels<T>(p.head_dim), owners = columns * ranges;
-        parallel(runtime, owners + in_chunk * columns, [&](int64_t task, int thread) {
-          if (task < owners) {
-            dkv_task(task / columns, task % columns * kPanel<T>, scratch[thread]);
-          } else {
-            dq_task((task - owners) / columns, (task - owners) % columns * kPanel<T>, scratch[thread]);
-          }
-        });
-      }
+        from = to;
+      } while (from < p.topk);
+      add_d_sink();
     }
     finish_dkv();
     for (int64_t h = 0; p.d_sink.data && h < p.heads; ++h) store_statistic(p.d_sink, h, d_sink[h]);
@@ -313,7 +306,7 @@ class Backward : Attention<T> {
   Scratch<T>* scratch;
   int64_t queries, capacity;      // of a chunk: queries, keys of one query
   int64_t ranges;                 // parts of the kv rows with an owner each
-  T *weights_p, *weights_ds;      // (queries, capacity, heads)
+  T* weights;                     // (queries, capacity, 2, heads): ds and p
   T *denominator, *delta;         // (queries, heads)
   double *sink_terms, *d_sink;    // (queries, H), (H)
   int32_t *lists, *offsets;       // (queries, K), (queries, kKeyRanges + 1)
@@ -322,17 +315,15 @@ class Backward : Attention<T> {
   T* dq_sums;                     // (panels, H, kPanel), where a query takes more than one pass
   // The chunk and the keys [from, to) of every list that the current pass is at.
   int64_t first, in_chunk, from, to;
-  bool last_pass;
 
   void allocate_buffers() {
-    const int64_t budget = kChunkBytes / (2 * sizeof(T) * heads);
-    const int64_t row = round_up(larger(p.topk, 1), kKeyTile);
+    const int64_t budget = runtime.threads * kChunkBytes / (2 * sizeof(T) * heads), row = larger(p.topk, 1);
+    const int64_t segment = smaller(kKeySegment, row), size = panels<T>(p.head_dim) * p.heads * kPanel<T>;
     capacity = smaller(row, larger(budget / kKeySegment, 1) * kKeySegment);
     queries = row > capacity ? 1 : larger(1, smaller(p.s_q, budget / row));
     ranges = 1;
     while (ranges < kKeyRanges && ranges * panels<T>(p.head_dim) < 8 * runtime.threads) ranges *= 2;
-    weights_p = allocate<T>(runtime, queries * capacity * heads);
-    weights_ds = allocate<T>(runtime, queries * capacity * heads);
+    weights = allocate<T>(runtime, queries * capacity * 2 * heads);
     denominator = allocate<T>(runtime, queries * heads);
     delta = allocate<T>(runtime, queries * heads);
     sink_terms = allocate<double>(runtime, queries * p.heads);
@@ -341,15 +332,16 @@ class Backward : Attention<T> {
     lists = allocate<int32_t>(runtime, queries * p.topk);
     offsets = allocate<int32_t>(runtime, queries * (kKeyRanges + 1));
     counts = allocate<int64_t>(runtime, queries);
-    dq_sums = row > capacity ? allocate<T>(runtime, panels<T>(p.head_dim) * p.heads * kPanel<T>) : nullptr;
+    dq_sums = row > capacity ? allocate<T>(runtime, size) : nullptr;
     scratch = allocate<Scratch<T>>(runtime, runtime.threads);
     for (int t = 0; t < runtime.threads; ++t) {
-      scratch[t].q = allocate<T>(runtime, larger(p.head_dim * heads, p.heads * kPanel<T>));
-      scratch[t].dout = allocate<T>(runtime, larger(p.head_dim_v * heads, p.heads * kPanel<T>));
-      scratch[t].rows = allocate<T>(runtime, kKeyTile * row_length<T>(p.head_dim));
-      scratch[t].scores = allocate<T>(runtime, kKeyTile * heads);
-      scratch[t].products = allocate<T>(runtime, kKeyTile * heads);
-      scratch[t].sums = allocate<T>(runtime, p.heads * kPanel<T>);
+      scratch[t].q = allocate<T>(runtime, p.head_dim * heads);
+      scratch[t].dout = allocate<T>(runtime, p.head_dim_v * heads);
+      scratch[t].columns = allocate<T>(runtime, 2 * heads * kPanel<T>);
+      scratch[t].rows = allocate<T>(runtime, larger(segment, kLanes<T>) * row_length<T>(p.head_dim));
+      scratch[t].scores = allocate<T>(runtime, segment * heads);
+      scratch[t].products = allocate<T>(runtime, segment * heads);
+      scratch[t].sums = dq_sums ? dq_sums : allocate<T>(runtime, size);
     }
   }
 
@@ -414,10 +406,14 @@ class Backward : Attention<T> {
     load_row(out, at(p.out, row * n), p.out.dtype, n);
     load_row(dout, at(p.dout, row * n), p.dout.dtype, n);
     const auto wide = [](const T* x) { return __builtin_convertvector(load<typename VecOf<T, kStep>::type>(x), Wide); };
-    Wide sum = {};
-    for (int64_t c = 0; c < n; c += kStep) sum += wide(out + c) * wide(dout + c);
+    Wide even = {}, odd = {};
+    for (int64_t c = 0; c < n; c += 2 * kStep) {
+      even += wide(out + c) * wide(dout + c);
+      if (c + kStep < n) odd += wide(out + c + kStep) * wide(dout + c + kStep);
+    }
+    even += odd;
     double total = 0;
-    for (int l = 0; l < kStep; ++l) total += sum[l];
+    for (int l = 0; l < kStep; ++l) total += even[l];
     return total;
   }
 
@@ -428,44 +424,51 @@ class Backward : Attention<T> {
   }
 
   // Where the weights of key k of the list of query g lie.
-  int64_t slot(int64_t g, int64_t k) const { return (g * capacity + k - from) * heads; }
+  T* slot(int64_t g, int64_t k) const { return weights + (g * capacity + k - from) * 2 * heads; }
 
-  // p and ds of the keys [begin, begin + kKeySegment) of query g.
-  void scores(int64_t g, int64_t begin, const Scratch<T>& s) {
-    const int64_t end = smaller(smaller(begin + kKeySegment, to), counts[g]), i = first + g;
-    if (begin >= end) return;
-    Base::load_transposed(s.q, p.q, i, p.head_dim, s.rows);
-    Base::load_transposed(s.dout, p.dout, i, p.head_dim_v, s.rows);
-    for (int64_t k = begin; k < end; k += kKeyTile) {
-      const int64_t tile = smaller(kKeyTile, end - k);
-      Base::gather(s.rows, row_length<T>(p.head_dim), lists + g * p.topk + k, tile, 0, p.head_dim);
-      Base::dot(s.scores, s.rows, tile, s.q, p.head_dim);
-      Base::dot(s.products, s.rows, tile, s.dout, p.head_dim_v);
-      softmax_backward(g, k, tile, s);
+  // p and ds of the keys [from, to) of query g, and their part of dq.
+  void query(int64_t g, const Scratch<T>& s) {
+    if (from == 0) prepare(g, s);
+    const int64_t i = first + g, end = smaller(to, counts[g]);
+    if (from < end) {
+      Base::load_transposed(s.q, p.q, i, p.head_dim, s.rows);
+      Base::load_transposed(s.dout, p.dout, i, p.head_dim_v, s.rows);
+    }
+    for (int64_t k = from; k < end; k += kKeySegment) {
+      const int64_t segment = smaller(kKeySegment, end - k);
+      Base::gather(s.rows, lists + g * p.topk + k, segment);
+      Base::dot(s.scores, s.rows, segment, s.q, p.head_dim);
+      Base::dot(s.products, s.rows, segment, s.dout, p.head_dim_v);
+      softmax_backward(g, k, segment, s);
+      Base::add_weighted_rows(s.sums, slot(g, k), 2 * heads, s.rows, segment, p.head_dim, k > 0);
+    }
+    for (int64_t h = 0; to >= p.topk && h < p.heads; ++h) {
+      if (counts[g] == 0) Base::clear_sums(s.sums, h, p.head_dim);
+      Base::store_sums(p.dq, i, h, s.sums, p.head_dim, T(1));
     }
   }
 
   void softmax_backward(int64_t g, int64_t k, int64_t count, const Scratch<T>& s) {
     using V = Vec<T>;
-    const T scale = static_cast<T>(p.softmax_scale);
+    const T scale = static_cast<T>(p.softmax_scale), infinity = __builtin_inf();
     for (int64_t h = 0; h < heads; h += kLanes<T>) {
       const V z = load<V>(denominator + g * heads + h), d = load<V>(delta + g * heads + h);
       for (int64_t j = 0; j < count; ++j) {
-        const V weight = exp<T>(load<V>(s.scores + j * heads + h) * scale - z);
-        const V gradient = weight * (load<V>(s.products + j * heads + h) - d) * scale;
-        store(weights_p + slot(g, k + j) + h, weight);
-        store(weights_ds + slot(g, k + j) + h, gradient);
+        // Of a weight of zero nothing passes, whatever has overflowed beside it: 0 * inf and inf - inf are NaN.
+        const V weight = z == V{} + infinity ? V{} : exp<T>(load<V>(s.scores + j * heads + h) * scale - z);
+        const V passed = weight * (load<V>(s.products + j * heads + h) - d) * scale;
+        const V gradient = weight == V{} ? V{} : passed;
+        store(slot(g, k + j) + h, gradient);
+        store(slot(g, k + j) + heads + h, weight);
       }
     }
   }
 
-  // dst (H, kPanel) = columns [c0, c0 + n) of source[i] (H, length), zero beyond.
+  // dst (heads, kPanel) = columns [c0, c0 + kPanel) of source[i] (H, length), zero beyond.
   void load_columns(T* dst, const Array& source, int64_t i, int64_t length, int64_t c0) const {
-    const int64_t n = smaller(kPanel<T>, length - c0), loaded = round_up(n, kLanes<T>);
-    for (int64_t h = 0; h < p.heads; ++h) {
-      load_row(dst + h * kPanel<T>, at(source, (i * p.heads + h) * length + c0), source.dtype, n);
-      __builtin_memset(dst + h * kPanel<T> + loaded, 0, (kPanel<T> - loaded) * sizeof(T));
-    }
+    const int64_t n = smaller(kPanel<T>, length - c0);
+    if (n < kPanel<T> || p.heads < heads) __builtin_memset(dst, 0, heads * kPanel<T> * sizeof(T));
+    load_rows(dst, kPanel<T>, at(source, i * p.heads * length + c0), source.dtype, length, p.heads, n);
   }
 
   // Columns [c0, c0 + kPanel) of the dkv rows in owned range `part`, all queries of the chunk.
@@ -476,25 +479,25 @@ class Backward : Attention<T> {
       const int32_t* const bounds = offsets + g * (kKeyRanges + 1) + part * ranges_each;
       const int64_t begin = larger(bounds[0], from), end = smaller(bounds[ranges_each], to);
       if (begin >= end) continue;
-      load_columns(s.q, p.q, first + g, p.head_dim, c0);
+      // One product: ds x q and p x dout are a contraction over twice the heads.
       const bool has_value = c0 < p.head_dim_v;
-      if (has_value) load_columns(s.dout, p.dout, first + g, p.head_dim_v, c0);
+      load_columns(s.columns, p.q, first + g, p.head_dim, c0);
+      if (has_value) load_columns(s.columns + heads * kPanel<T>, p.dout, first + g, p.head_dim_v, c0);
       for (int64_t k = begin; k < end; k += kTileRows) {
         with_tile(smaller(kTileRows, end - k), round_up(n, kLanes<T>) / kLanes<T>, [&](auto rows, auto vectors) {
-          add_to_dkv<decltype(rows)::value, decltype(vectors)::value>(g, k, c0, n, has_value, s);
+          add_to_dkv<decltype(rows)::value, decltype(vectors)::value>(g, k, c0, n, has_value ? heads + p.heads : p.heads, s);
         });
       }
     }
   }
 
   template <int kRows, int kVectors>
-  void add_to_dkv(int64_t g, int64_t k, int64_t c0, int64_t n, bool has_value, const Scratch<T>& s) {
+  void add_to_dkv(int64_t g, int64_t k, int64_t c0, int64_t n, int64_t depth, const Scratch<T>& s) {
     using V = Vec<T>;
     const int32_t* const rows = lists + g * p.topk + k;
     for (int m = 0; m < kRows; ++m) prefetch(dkv + rows[m] * p.head_dim + c0, n * sizeof(T));
     V acc[kRows][kVectors] = {};
-    multiply<T, kRows, kVectors>(acc, p.heads, {weights_ds + slot(g, k), heads, 1}, s.q, kPanel<T>);
-    if (has_value) multiply<T, kRows, kVectors>(acc, p.heads, {weights_p + slot(g, k), heads, 1}, s.dout, kPanel<T>);
+    multiply<T, kRows, kVectors>(acc, depth, {slot(g, k), 2 * heads, 1}, s.columns, kPanel<T>);
     if (n == kVectors * kLanes<T>) {
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
@@ -511,21 +514,6 @@ class Backward : Attention<T> {
         T* const target = dkv + rows[m] * p.head_dim + c0;
         for (int64_t c = 0; c < n; ++c) target[c] += values[m][c];
       }
-    }
-  }
-
-  // Columns [c0, c0 + kPanel) of dq of query g.
-  void dq_task(int64_t g, int64_t c0, const Scratch<T>& s) {
-    const int64_t n = smaller(kPanel<T>, p.head_dim - c0), size = p.heads * kPanel<T>;
-    T* const sums = dq_sums ? dq_sums + c0 / kPanel<T> * size : s.sums;
-    if (from == 0) __builtin_memset(sums, 0, size * sizeof(T));
-    const int64_t count = smaller(to, counts[g]) - from;
-    if (count > 0) {
-      Base::add_weighted_rows(sums, weights_ds + slot(g, from), lists + g * p.topk + from, count, c0, n, s.rows);
-    }
-    if (!last_pass) return;
-    for (int64_t h = 0; h < p.heads; ++h) {
-      store_row(at(p.dq, ((first + g) * p.heads + h) * p.head_dim + c0), p.dq.dtype, sums + h * kPanel<T>, n);
     }
   }
 };

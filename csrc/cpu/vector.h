@@ -155,20 +155,28 @@ inline void with_dtype(DType dtype, F f) {
 // Address of element `offset`.
 inline char* at(const Array& a, int64_t offset) { return static_cast<char*>(a.data) + offset * element_size(a.dtype); }
 
-// dst[0:n] = src[0:n] as T; dst is zero-filled up to a whole number of vectors.
+// dst[i * dst_ld + 0:n] = src[i * src_ld + 0:n] as T for every i in [0, rows); dst is zero-filled up to a whole number
+// of vectors.
 template <class T>
-void load_row(T* dst, const char* src, DType dtype, int64_t n) {
+void load_rows(T* dst, int64_t dst_ld, const char* src, DType dtype, int64_t src_ld, int64_t rows, int64_t n) {
   with_dtype<T>(dtype, [&](auto tag) {
     constexpr DType kType = decltype(tag)::value;
     constexpr int64_t kSize = element_size(kType);
-    int64_t i = 0;
-    for (; i + kLanes<T> <= n; i += kLanes<T>) store(dst + i, load_as<T, kType>(src + i * kSize));
-    if (i < n) {
-      char tail[kLanes<T> * kSize] = {};
-      __builtin_memcpy(tail, src + i * kSize, (n - i) * kSize);
-      store(dst + i, load_as<T, kType>(tail));
+    for (int64_t r = 0; r < rows; ++r, dst += dst_ld, src += src_ld * kSize) {
+      int64_t i = 0;
+      for (; i + kLanes<T> <= n; i += kLanes<T>) store(dst + i, load_as<T, kType>(src + i * kSize));
+      if (i < n) {
+        char tail[kLanes<T> * kSize] = {};
+        __builtin_memcpy(tail, src + i * kSize, (n - i) * kSize);
+        store(dst + i, load_as<T, kType>(tail));
+      }
     }
   });
+}
+
+template <class T>
+void load_row(T* dst, const char* src, DType dtype, int64_t n) {
+  load_rows(dst, 0, src, dtype, 0, 1, n);
 }
 
 // dst[0:n] = factor * src[0:n], rounded once; src is readable up to a whole number of vectors.

@@ -13,7 +13,7 @@ struct RawOp {
     uint32_t first_operand, first_immediate;
     uint32_t guard, guard_xor;
     uint16_t operands, immediates;
-    uint8_t always, unused[3];
+    uint8_t always, kind, unused[2];
 };
 
 struct RawLaunch {
@@ -53,6 +53,7 @@ void* emu_program(const RawOp* ops, uint64_t n, const uint32_t* operands, uint64
         o.operands = ops[i].operands;
         o.immediates = ops[i].immediates;
         o.always = ops[i].always;
+        o.kind = ops[i].kind;
         p->ops.push_back(o);
     }
     return p;
@@ -93,21 +94,23 @@ const char* emu_launch_hazard(void* p, uint64_t i) {
     Hazard& h = static_cast<Launch*>(p)->hazards[i];
     text = h.kind + "\x1f" + h.what + "\x1f" + h.earlier_agent + "\x1f" + h.agent + "\x1f" + std::to_string(h.earlier_pc) +
            "\x1f" + std::to_string(h.pc) + "\x1f" + std::to_string(h.cta) + "\x1f" + std::to_string(h.address) + "\x1f" +
-           std::to_string(h.count);
+           std::to_string(h.count) + "\x1f" + (h.note ? "1" : "0");
     return text.c_str();
 }
 const char* emu_launch_mma(void* p) {
     static thread_local std::string text;
     text.clear();
     for (auto& e : static_cast<Launch*>(p)->mma)
-        text += e.first + "\x1f" + std::to_string(e.second.count) + "\x1f" + std::to_string(e.second.flops) + "\n";
+        text += e.first + "\x1f" + std::to_string(e.second.count) + "\x1f" + std::to_string(e.second.flops) + "\x1f" + std::to_string(e.second.useful) + "\n";
     return text.c_str();
 }
+const char* emu_launch_printed(void* p) { return static_cast<Launch*>(p)->printed.c_str(); }
 const uint64_t* emu_launch_warps(void* p, uint64_t* n) {
     auto& w = static_cast<Launch*>(p)->warp_instructions;
     *n = w.size();
     return w.data();
 }
+const uint64_t* emu_launch_work(void* p) { return static_cast<Launch*>(p)->warp_work.data(); }
 const void* emu_launch_timeline(void* p, uint64_t* n) {
     auto& t = static_cast<Launch*>(p)->timeline;
     *n = t.size();

@@ -197,6 +197,18 @@ Next fp8x2_from_f32(Warp& w, const Op& o, u32 m) {  // imm: e5m2, relu
         return to_fp8(b, e5m2) | to_fp8(a, e5m2) << 8;
     });
 }
+Next fp8x2_from_half2(Warp& w, const Op& o, u32 m) {  // imm: e5m2, relu, from bf16
+    bool e5m2 = o.imm[0], relu = o.imm[1], bf = o.imm[2];
+    return map1<u32, u32>(w, o, m, [=](u32 a) {
+        u32 r = 0;
+        for (u32 h = 0; h < 2; h++) {
+            u32 v = a >> (16 * h) & 0xffff;
+            float f = bf ? bf16_to_float(v) : half_to_float(v);
+            r |= to_fp8(relu && f <= 0 ? 0.f : f, e5m2) << (8 * h);
+        }
+        return r;
+    });
+}
 Next f16x2_from_fp8x2(Warp& w, const Op& o, u32 m) {
     bool e5m2 = o.imm[0];
     return map1<u32, u32>(w, o, m, [=](u32 a) {
@@ -216,6 +228,7 @@ const HandlerName table[] = {
     {"cvt.f16x2.f32", pair_from_f32<false>}, {"cvt.f32.f16", f32_from_f16}, {"cvt.f32.bf16", f32_from_bf16},
     {"cvt.f16.bf16", f16_from_bf16}, {"cvt.bf16.f16", bf16_from_f16}, {"cvt.f32.f32", f32_from_f32}, {"cvt.f64.f32", f64_from_f32},
     {"cvt.f32.f64", f32_from_f64}, {"cvt.tf32.f32", tf32}, {"cvt.fp8x2.f32", fp8x2_from_f32}, {"cvt.f16x2.fp8x2", f16x2_from_fp8x2},
+    {"cvt.fp8x2.half2", fp8x2_from_half2},
 };
 const Registrar registrar(table);
 

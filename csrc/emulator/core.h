@@ -39,6 +39,7 @@ struct Op {
     uint32_t guard_xor;  // FULL for @!p
     uint16_t operands, immediates;
     bool always;  // called even if no lane passes the guard (branches)
+    uint8_t kind;  // what a warp's role is told by (WORK in core.py); 0: nothing of interest
 };
 
 struct Fault : std::runtime_error {
@@ -102,6 +103,7 @@ struct MBarrier {
 
 struct NamedBarrier {
     uint32_t arrived = 0, expected = 0;
+    uint32_t votes = 0, voters = 0;  // barrier.red: threads whose predicate is true, threads that have one
     uint64_t generation = 0;
     Clock arriving;
 };
@@ -124,6 +126,7 @@ struct Warp {
     uint32_t current = 0;
     enum State : uint8_t { running, at_barrier, at_cluster_barrier, finished } state = running;
     uint32_t barrier_id = 0;
+    uint32_t barrier_votes = 0, barrier_voters = 0;  // of the last barrier it waited at
     uint64_t barrier_generation = 0, seen_events = ~0ull;
     uint64_t executed = 0;
     uint64_t delay = 0;  // scheduling turns it sits out
@@ -207,9 +210,9 @@ struct Counters {
 };
 
 struct MmaCount {
-    std::string shape;
-    uint64_t count, flops;
+    uint64_t count, flops, useful;  // useful: of rows of A and columns of B that are not zero throughout
 };
+constexpr uint32_t WORK_KINDS = 16;
 
 enum class Schedule : int { adversarial = 0, eager = 1 };
 
@@ -225,11 +228,11 @@ struct Launch {
     Random random{0};
     uint64_t instruction_limit = 0;
     Counters counters;
-    std::vector<uint64_t> warp_instructions;
+    std::vector<uint64_t> warp_instructions, warp_work;  // by warp of the CTA; by warp and kind
     std::unordered_map<std::string, MmaCount> mma;
     std::vector<Hazard> hazards;
     std::unordered_map<uint64_t, size_t> hazard_index;
-    std::string error;
+    std::string error, printed;
     // where a fault happened
     Warp* fault_warp = nullptr;
     uint32_t fault_pc = 0;
@@ -249,6 +252,8 @@ struct Launch {
     void first_cta(uint64_t cluster, uint32_t id[3]) const;
     void hazard(const char* kind, const std::string& what, uint64_t earlier, uint32_t pc, Warp* warp, uint32_t address);
 };
+
+void note(Warp&, const char* kind, const char* what);  // once for each place
 
 // hazard-checking front doors (they do nothing when the checker is off)
 Access warp_access(Warp&);

@@ -100,27 +100,23 @@ void Shadow::report(const char* kind, uint64_t earlier, const Access& a, uint32_
                          a.warp ? a.warp->cta->rank : 0, address * unit_, 1});
 }
 
-void Shadow::read(Cell& c, const Access& a, uint32_t address) {
-    if (!c.write) {
-        uninitialised_reads++;
-    } else if ((c.write ^ make_epoch(a.agent, a.at, 0)) >> 20) {
-        if (!before(c.write, a)) {
-            report("read after write without a wait", c.write, a, address);
-        } else if (a.async_proxy && a.cluster->agents.list[epoch_agent(c.write)].warp &&
-                   a.clock->visible(epoch_agent(c.write)) < epoch_clock(c.write)) {
-            report("generic write read by the async proxy without fence.proxy.async", c.write, a, address);
-        }
-    }
-    uint64_t mine = make_epoch(a.agent, a.at, a.pc);
-    // A read that this one covers (of the same agent, or ordered before it) need not be kept: who is ordered after
-    // this read is ordered after that one.
+template <class F> void Shadow::each_reader(Cell& c, F f) {
+    if (c.read0) f(c.read0);
+    if (c.read1) f(c.read1);
+    if (c.more)
+        for (uint64_t e : overflow_[c.more - 1]) f(e);
+}
+
+// Adds an epoch to those that a later write must come after. One that the access `a` covers (of the same agent, or
+// ordered before it) need not be kept: who is ordered after `a` is ordered after that one.
+void Shadow::keep(Cell& c, uint64_t epoch, const Access& a) {
     auto covered = [&](uint64_t e) { return epoch_agent(e) == a.agent ? epoch_clock(e) <= a.at : before(e, a); };
     if (!c.read0 || covered(c.read0)) {
-        c.read0 = mine;
+        c.read0 = epoch;
         return;
     }
     if (!c.read1 || covered(c.read1)) {
-        c.read1 = mine;
+        c.read1 = epoch;
         return;
     }
     if (!c.more) {
@@ -130,25 +126,42 @@ void Shadow::read(Cell& c, const Access& a, uint32_t address) {
     auto& list = overflow_[c.more - 1];
     for (auto& e : list)
         if (covered(e)) {
-            e = mine;
+            e = epoch;
             return;
         }
-    list.push_back(mine);
+    list.push_back(epoch);
+}
+
+void Shadow::read(Cell& c, const Access& a, uint32_t address) {
+    const char* raw = "read after write without a wait";
+    if (c.write && !a.made(c.write)) {
+        if (!before(c.write, a)) {
+            report(raw, c.write, a, address);
+        } else if (a.async_proxy && a.cluster->agents.list[epoch_agent(c.write)].warp &&
+                   a.clock->visible(epoch_agent(c.write)) < epoch_clock(c.write)) {
+            report("generic write read by the async proxy without fence.proxy.async", c.write, a, address);
+        }
+    }
+    if (c.write & EPOCH_ATOMIC)  // earlier atomic operations that the last one was not ordered after
+        each_reader(c, [&](uint64_t e) {
+            if (e & EPOCH_ATOMIC && !before(e, a)) report(raw, e, a, address);
+        });
+    keep(c, a.epoch(), a);
 }
 
 void Shadow::write(Cell& c, const Access& a, uint32_t address) {
-    if (c.write && (c.write ^ make_epoch(a.agent, a.at, 0)) >> 20 && !before(c.write, a))
-        report("write after write without a wait", c.write, a, address);
-    const char* war = "write after read without a wait";
-    if (c.read0 && !before(c.read0, a)) report(war, c.read0, a, address);
-    if (c.read1 && !before(c.read1, a)) report(war, c.read1, a, address);
-    if (c.more) {
-        for (uint64_t e : overflow_[c.more - 1])
-            if (!before(e, a)) report(war, e, a, address);
-        overflow_[c.more - 1].clear();
+    bool concurrent = c.write && !a.made(c.write) && !before(c.write, a), both_atomic = a.atomic && c.write & EPOCH_ATOMIC;
+    if (concurrent && !both_atomic) report("write after write without a wait", c.write, a, address);
+    each_reader(c, [&](uint64_t e) {
+        if (!(a.atomic && e & EPOCH_ATOMIC) && !before(e, a)) report("write after read without a wait", e, a, address);
+    });
+    if (both_atomic && concurrent) {
+        keep(c, c.write, a);
+    } else if (!both_atomic) {
+        if (c.more) overflow_[c.more - 1].clear();
+        c.read0 = c.read1 = 0;
     }
-    c.read0 = c.read1 = 0;
-    c.write = make_epoch(a.agent, a.at, a.pc);
+    c.write = a.epoch();
 }
 
 Shadow::Split& Shadow::split(Cell& c) {
@@ -168,82 +181,60 @@ Shadow::Split& Shadow::split(Cell& c) {
     return split_[c.split - 1];
 }
 
-void Shadow::read_cells(uint32_t first, uint32_t n, const Access& a) {
+template <bool WRITE> void Shadow::cells(uint32_t first, uint32_t n, const Access& a) {
     if (!a.clock) return;
     for (uint32_t i = first; i < first + n; i++) {
         Cell& c = cells_[i];
-        if (c.split) {
-            for (int b = 0; b < 4; b++) read(split_[c.split - 1].byte[b], a, i);
-        } else {
-            read(c, a, i);
+        if (!c.split) {
+            if constexpr (WRITE) write(c, a, i);
+            else read(c, a, i);
+            continue;
         }
-    }
-}
-
-void Shadow::write_cells(uint32_t first, uint32_t n, const Access& a) {
-    if (!a.clock) return;
-    for (uint32_t i = first; i < first + n; i++) {
-        Cell& c = cells_[i];
-        if (c.split) {
-            for (int b = 0; b < 4; b++) write(split_[c.split - 1].byte[b], a, i);
-            c = split_[c.split - 1].byte[0];  // one epoch again (the Split entry is not reused)
+        Cell* parts = split_[c.split - 1].byte;
+        for (int b = 0; b < 4; b++) {
+            if constexpr (WRITE) write(parts[b], a, i);
+            else read(parts[b], a, i);
+        }
+        if (WRITE && !a.atomic) {  // one epoch again (the Split entry is not reused)
+            c = parts[0];
             c.read0 = c.read1 = c.more = c.split = 0;
-        } else {
-            write(c, a, i);
         }
     }
 }
 
-void Shadow::read_bytes(uint32_t address, uint32_t n, const Access& a) {
+template <bool WRITE> void Shadow::bytes(uint32_t address, uint32_t n, const Access& a) {
     if (!a.clock) return;
     uint32_t end = address + n;
     while (address < end) {
         uint32_t cell = address >> 2;
         if ((address & 3) == 0 && end - address >= 4) {
             uint32_t whole = (end - address) >> 2;
-            read_cells(cell, whole, a);
+            cells<WRITE>(cell, whole, a);
             address += whole * 4;
             continue;
         }
         Cell& c = cells_[cell];
         if (!c.split) {
-            // An unsplit word has one writer epoch; keeping the read on the whole word would make a later write to the
-            // other bytes look ordered after it, so split unless the reader wrote it.
-            if (c.write && !c.read0 && epoch_agent(c.write) == a.agent) {
-                read(c, a, cell);
+            // A word with one epoch may keep it if this access changes nothing that another byte's later access needs:
+            // its own writer reads it, or writes it again at the same clock. Everything else tells the bytes apart.
+            bool whole = c.write && !c.read0 && (WRITE ? a.made(c.write) : epoch_agent(c.write) == a.agent);
+            if (whole) {
+                if constexpr (!WRITE) read(c, a, cell);
                 address = std::min(end, (cell + 1) << 2);
                 continue;
             }
             split(c);
         }
-        read(split_[cells_[cell].split - 1].byte[address & 3], a, cell);
+        Cell& byte = split_[cells_[cell].split - 1].byte[address & 3];
+        if constexpr (WRITE) write(byte, a, cell);
+        else read(byte, a, cell);
         address++;
     }
 }
 
-void Shadow::write_bytes(uint32_t address, uint32_t n, const Access& a) {
-    if (!a.clock) return;
-    uint32_t end = address + n;
-    while (address < end) {
-        uint32_t cell = address >> 2;
-        if ((address & 3) == 0 && end - address >= 4) {
-            uint32_t whole = (end - address) >> 2;
-            write_cells(cell, whole, a);
-            address += whole * 4;
-            continue;
-        }
-        Cell& c = cells_[cell];
-        if (!c.split) {
-            bool same = c.write && !((c.write ^ make_epoch(a.agent, a.at, 0)) >> 20) && !c.read0;
-            if (same) {
-                address = std::min(end, (cell + 1) << 2);
-                continue;
-            }
-            split(c);
-        }
-        write(split_[cells_[cell].split - 1].byte[address & 3], a, cell);
-        address++;
-    }
-}
+template void Shadow::cells<false>(uint32_t, uint32_t, const Access&);
+template void Shadow::cells<true>(uint32_t, uint32_t, const Access&);
+template void Shadow::bytes<false>(uint32_t, uint32_t, const Access&);
+template void Shadow::bytes<true>(uint32_t, uint32_t, const Access&);
 
 }  // namespace emu

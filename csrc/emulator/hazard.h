@@ -16,13 +16,14 @@
 
 namespace emu {
 
-// agent 12 bits | clock 32 bits | pc 20 bits
-inline uint64_t make_epoch(uint32_t agent, uint32_t clock, uint32_t pc) {
-    return (uint64_t(agent) << 52) | (uint64_t(clock) << 20) | (pc & 0xfffffu);
+// agent 12 bits | clock 32 bits | made by an atomic operation | pc 19 bits
+constexpr uint64_t EPOCH_ATOMIC = 1u << 19;
+inline uint64_t make_epoch(uint32_t agent, uint32_t clock, uint32_t pc, bool atomic = false) {
+    return (uint64_t(agent) << 52) | (uint64_t(clock) << 20) | (atomic ? EPOCH_ATOMIC : 0) | (pc & (EPOCH_ATOMIC - 1));
 }
 inline uint32_t epoch_agent(uint64_t e) { return uint32_t(e >> 52); }
 inline uint32_t epoch_clock(uint64_t e) { return uint32_t(e >> 20); }
-inline uint32_t epoch_pc(uint64_t e) { return uint32_t(e & 0xfffffu); }
+inline uint32_t epoch_pc(uint64_t e) { return uint32_t(e & (EPOCH_ATOMIC - 1)); }
 
 constexpr uint32_t MAX_AGENTS = 4096;
 
@@ -63,12 +64,16 @@ struct Access {
     uint32_t agent = 0, at = 0, pc = 0;
     bool async_proxy = false;  // reads shared memory through the async proxy
     bool in_order = true;  // accesses of this agent are ordered among themselves
+    bool atomic = false;  // never conflicts with another atomic access
+    uint64_t epoch() const { return make_epoch(agent, at, pc, atomic); }
+    bool made(uint64_t e) const { return !((e ^ make_epoch(agent, at, 0)) >> 20); }
 };
 
 struct Hazard {
     std::string kind, what, earlier_agent, agent;
     uint32_t earlier_pc, pc, cta, address;
     uint64_t count;
+    bool note = false;  // not promised by the PTX ISA, but what hardware does
 };
 
 class Shadow {
@@ -76,11 +81,10 @@ class Shadow {
     void reset(uint32_t cells, uint32_t unit, const char* name);
     bool on() const { return !cells_.empty(); }
     // [first, first + n) in cells; for memories with bytes use the byte variants
-    void read_cells(uint32_t first, uint32_t n, const Access& a);
-    void write_cells(uint32_t first, uint32_t n, const Access& a);
-    void read_bytes(uint32_t address, uint32_t n, const Access& a);
-    void write_bytes(uint32_t address, uint32_t n, const Access& a);
-    uint64_t uninitialised_reads = 0;
+    void read_cells(uint32_t first, uint32_t n, const Access& a) { cells<false>(first, n, a); }
+    void write_cells(uint32_t first, uint32_t n, const Access& a) { cells<true>(first, n, a); }
+    void read_bytes(uint32_t address, uint32_t n, const Access& a) { bytes<false>(address, n, a); }
+    void write_bytes(uint32_t address, uint32_t n, const Access& a) { bytes<true>(address, n, a); }
 
   private:
     struct Cell {
@@ -91,8 +95,12 @@ class Shadow {
     struct Split {
         Cell byte[4];
     };
+    template <bool WRITE> void cells(uint32_t first, uint32_t n, const Access& a);
+    template <bool WRITE> void bytes(uint32_t address, uint32_t n, const Access& a);
     void read(Cell& c, const Access& a, uint32_t address);
     void write(Cell& c, const Access& a, uint32_t address);
+    void keep(Cell& c, uint64_t epoch, const Access& a);
+    template <class F> void each_reader(Cell& c, F f);
     bool before(uint64_t e, const Access& a) const;
     void report(const char* kind, uint64_t earlier, const Access& a, uint32_t address);
     Split& split(Cell& c);

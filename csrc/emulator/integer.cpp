@@ -205,6 +205,42 @@ Next widen(Warp& w, const Op& o, uint32_t m) {  // 32-bit storage to 64-bit stor
 Next sad(Warp& w, const Op& o, uint32_t m) {
     return map3<u32, u32, u32, u32>(w, o, m, [](u32 a, u32 b, u32 c) { return c + (a < b ? b - a : a - b); });
 }
+// d = a + b + carry, or a - b - borrow. d, a, b, carry in and carry out (predicates, each may be absent); imm: subtract
+template <class T> Next add_carry(Warp& w, const Op& o, uint32_t m) {
+    Slot<T>* d = w.dst<Slot<T>>(o.x[0]);
+    const Slot<T>*a = w.src<Slot<T>>(o.x[1]), *b = w.src<Slot<T>>(o.x[2]);
+    u32 in = o.x[3] == NONE ? 0 : w.pred(o.x[3]), out = 0;
+    EACH_LANE(l, m) {
+        T x = T(a[l]), y = T(b[l]), c = T(in >> l & 1), r = o.imm[0] ? T(x - y - c) : T(x + y + c);
+        bool carry = o.imm[0] ? x < y || (x == y && c) : r < x || (r == x && c);
+        out |= u32(carry) << l;
+        d[l] = r;
+    }
+    if (o.x[4] != NONE) w.set_pred(o.x[4], out, m);
+    return Next::advance;
+}
+// imm: a signed, b signed, bytes of a (4: four products with bytes of b; 2: two halves), first byte of b
+Next dot(Warp& w, const Op& o, uint32_t m) {
+    bool sa = o.imm[0], sb = o.imm[1];
+    u32 n = u32(o.imm[2]), first = u32(o.imm[3]);
+    return map3<u32, u32, u32, u32>(w, o, m, [=](u32 a, u32 b, u32 c) {
+        for (u32 i = 0; i < n; i++) {
+            u32 bits = 32 / n, x = a >> (bits * i) & (0xffffffffu >> (32 - bits)), y = b >> (8 * (first + i)) & 0xff;
+            int64_t xs = sa ? int64_t(int32_t(x << (32 - bits)) >> (32 - bits)) : int64_t(x), ys = sb ? int64_t(int8_t(y)) : int64_t(y);
+            c += u32(xs * ys);
+        }
+        return c;
+    });
+}
+// cvt.pack.sat: signed 32-bit a and b to `bits` bits each, below the low bits of c. imm: bits, signed
+Next pack_saturated(Warp& w, const Op& o, uint32_t m) {
+    u32 bits = u32(o.imm[0]);
+    int64_t lo = o.imm[1] ? -(int64_t(1) << (bits - 1)) : 0, hi = o.imm[1] ? (int64_t(1) << (bits - 1)) - 1 : (int64_t(1) << bits) - 1;
+    return map3<u32, int32_t, int32_t, u32>(w, o, m, [=](int32_t a, int32_t b, u32 c) {
+        u32 mask = (1u << bits) - 1, x = u32(std::min(std::max(int64_t(a), lo), hi)) & mask, y = u32(std::min(std::max(int64_t(b), lo), hi)) & mask;
+        return u32(u64(c) << (2 * bits)) | x << bits | y;
+    });
+}
 template <class T> Next selp(Warp& w, const Op& o, uint32_t m) {
     Slot<T>* d = w.dst<Slot<T>>(o.x[0]);
     const Slot<T>*a = w.src<Slot<T>>(o.x[1]), *b = w.src<Slot<T>>(o.x[2]);
@@ -235,6 +271,7 @@ const HandlerName table[] = {
     {"bfi.b32", bfi<u32>}, {"bfi.b64", bfi<u64>}, {"lop3.b32", lop3}, {"shf.b32", shf}, {"prmt.b32", prmt},
     {"pack2x16", pack2x16}, {"pack2x32", pack2x32}, {"pack4x8", pack4x8}, {"pack4x16", pack4x16}, {"part32", part32},
     {"part64", part64}, {"widen", widen}, {"sad.u32", sad},
+    {"add_carry.u32", add_carry<u32>}, {"add_carry.u64", add_carry<u64>}, {"dot", dot}, {"pack_saturated", pack_saturated},
 };
 const Registrar registrar(table);
 

@@ -1,4 +1,6 @@
 // PTX ISA, Warp Level Matrix Instructions: ldmatrix, stmatrix, mma.sync.
+#include <algorithm>
+
 #include "lanes.h"
 
 namespace emu {
@@ -49,6 +51,15 @@ template <bool STORE> Next matrices(Warp& w, const Op& o, uint32_t m) {
     return Next::advance;
 }
 
+Next transpose(Warp& w, const Op& o, uint32_t) {  // movmatrix: d, a. Lane l holds row l / 4, columns 2 (l % 4) and + 1
+    if (!whole_warp(w)) return Next::converge;
+    uint32_t a[32], *d = w.dst<uint32_t>(o.x[0]);
+    memcpy(a, w.src<uint32_t>(o.x[1]), sizeof a);
+    auto element = [&](uint32_t i, uint32_t j) { return a[4 * i + j / 2] >> (16 * (j % 2)) & 0xffff; };
+    for (uint32_t l = 0; l < 32; l++) d[l] = element(2 * (l % 4), l / 4) | element(2 * (l % 4) + 1, l / 4) << 16;
+    return Next::advance;
+}
+
 // mma.sync.aligned.m16n8k{8,16}.row.col, f16 or bf16 operands, fp32 or f16 accumulators.
 // d..., a..., b..., c...; imm: k, bf16, fp32 accumulators
 Next mma(Warp& w, const Op& o, uint32_t m) {
@@ -87,10 +98,18 @@ Next mma(Warp& w, const Op& o, uint32_t m) {
     MmaCount& count = w.launch->mma[key];
     count.count++;
     count.flops += 2ull * 16 * 8 * k;
+    uint64_t rows = 0, columns = 0;
+    for (auto& row : a) rows += std::any_of(row, row + k, [](float v) { return v != 0; });
+    for (uint32_t c = 0; c < 8; c++) {
+        bool any = false;
+        for (uint32_t j = 0; j < k; j++) any |= b[j][c] != 0;
+        columns += any;
+    }
+    count.useful += 2 * rows * columns * k;
     return Next::advance;
 }
 
-const HandlerName table[] = {{"ldmatrix", matrices<false>}, {"stmatrix", matrices<true>}, {"mma.sync", mma}};
+const HandlerName table[] = {{"ldmatrix", matrices<false>}, {"stmatrix", matrices<true>}, {"movmatrix", transpose}, {"mma.sync", mma}};
 const Registrar registrar(table);
 
 }  // namespace

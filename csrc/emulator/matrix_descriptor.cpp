@@ -17,6 +17,7 @@ MatrixDescriptor::MatrixDescriptor(uint64_t d, bool wgmma) {
         mode = uint32_t(d >> 61 & 7);
         switch (mode) {
             case 0: span = 16; break;
+            case 1: span = 128, atom32 = true; break;
             case 2: span = 128; break;
             case 4: span = 64; break;
             case 6: span = 32; break;
@@ -28,6 +29,7 @@ MatrixDescriptor::MatrixDescriptor(uint64_t d, bool wgmma) {
 
 void load_operand(Cta& cta, const MatrixDescriptor& d, uint32_t row0, uint32_t rows, uint32_t ks, Element e, bool mn_major, MmaTile& t, bool into_b, uint32_t first, float sign, const Access& access) {
     uint32_t size = element_bytes(e), n = 16 / size;
+    if (d.atom32 && (!mn_major || size != 4)) fault("a matrix descriptor with 32-byte atoms is for MN-major operands of 32 bits");
     const uint8_t* shared = cta.shared.data();
     size_t limit = cta.shared.size();
     uint32_t begin = 0, end = 0;  // adjacent chunks are reported to the shadow together

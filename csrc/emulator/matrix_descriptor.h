@@ -7,10 +7,12 @@ namespace emu {
 
 struct MatrixDescriptor {
     uint32_t start, leading, stride, span;  // bytes; span 16 means no swizzle
+    bool atom32 = false;  // the 128-byte swizzle in atoms of 32 bytes: MN-major, of four rows of K each
     // `wgmma`: the descriptor of sm_90, which has no version field and numbers the swizzles 1 (128B), 2 (64B), 3 (32B)
     MatrixDescriptor(uint64_t bits, bool wgmma);
 
     uint32_t swizzled(uint32_t a) const {
+        if (atom32) return a ^ (a >> 2 & 0x60);
         switch (span) {
             case 128: return a ^ (a >> 3 & 0x70);
             case 64: return a ^ (a >> 3 & 0x30);
@@ -29,11 +31,11 @@ struct MatrixDescriptor {
                     f(r, k, swizzled(start + off));
                 }
         } else {
-            uint32_t across = span / size;
+            uint32_t across = span / size, deep = atom32 ? 4 : 8;
             for (uint32_t k = 0; k < ks; k++)
                 for (uint32_t r = row0; r < row0 + rows; r += n) {
                     uint32_t off = span == 16 ? (r / n) * stride + (k % 8) * 16 + (k / 8) * leading
-                                              : (r % across) * size + (r / across) * leading + (k % 8) * span + (k / 8) * stride;
+                                              : (r % across) * size + (r / across) * leading + (k % deep) * span + (k / deep) * stride;
                     f(r, k, swizzled(start + off));
                 }
         }

@@ -25,7 +25,7 @@ template <class F> void each_lane(uint32_t m, F f) {
 }
 
 // Resolves the lanes' addresses and tells the shadow of shared memory, run by run of adjacent bytes.
-template <bool WRITE> void resolve(Warp& w, const Op& o, uint32_t m, int64_t space, int64_t offset, uint32_t bytes, uint8_t** out) {
+template <bool WRITE> void resolve(Warp& w, const Op& o, uint32_t m, int64_t space, int64_t offset, uint32_t bytes, uint8_t** out, bool atomic = false) {
     Cluster& c = *w.cta->cluster;
     Counters& n = w.launch->counters;
     uint32_t shared[32], shared_mask = 0;
@@ -83,6 +83,7 @@ template <bool WRITE> void resolve(Warp& w, const Op& o, uint32_t m, int64_t spa
     }
     if (!w.launch->check) return;
     Access access = warp_access(w);
+    access.atomic = atomic;
     uint32_t begin = 0, end = 0;
     auto flush_run = [&] {
         if (begin == end) return;
@@ -228,27 +229,32 @@ template <class T> T combine(int64_t op, T old, T b, T c) {
     }
     fault("atomic operation %ld does not exist for this type", op);
 }
-struct HalfPair {};
-struct BFloatPair {};
-template <bool BF> uint32_t combine_pair(int64_t op, uint32_t old, uint32_t b) {
-    uint32_t r = 0;
-    for (int h = 0; h < 2; h++) {
-        uint32_t x = old >> (16 * h) & 0xffff, y = b >> (16 * h) & 0xffff;
-        float f = BF ? bf16_to_float(x) : half_to_float(x), g = BF ? bf16_to_float(y) : half_to_float(y);
-        float v = op == A_ADD ? f + g : op == A_MIN ? std::fmin(f, g) : std::fmax(f, g);
-        r |= (BF ? float_to_bf16(v) : float_to_half(v)) << (16 * h);
+// N values of f16 or bf16 in a word
+template <bool BF, int N> struct Halves {
+    using V = std::conditional_t<N == 2, uint32_t, uint16_t>;
+    static V combine(int64_t op, uint32_t old, uint32_t b) {
+        uint32_t r = 0;
+        for (int h = 0; h < N; h++) {
+            uint32_t x = old >> (16 * h) & 0xffff, y = b >> (16 * h) & 0xffff;
+            float f = BF ? bf16_to_float(x) : half_to_float(x), g = BF ? bf16_to_float(y) : half_to_float(y);
+            if (op > A_MAX) fault("atomic operation %ld does not exist for this type", op);
+            float v = op == A_ADD ? f + g : op == A_MIN ? std::fmin(f, g) : std::fmax(f, g);
+            r |= (BF ? float_to_bf16(v) : float_to_half(v)) << (16 * h);
+        }
+        return V(r);
     }
-    return r;
-}
+};
+template <class T> struct Plain {
+    using V = T;
+};
 
 // operands: address, n destinations (may be absent), n sources, for cas n more; immediates: offset, n, operation, space
 template <class T> Next atomic(Warp& w, const Op& o, uint32_t m) {
-    constexpr bool pair = std::is_same_v<T, HalfPair> || std::is_same_v<T, BFloatPair>;
-    using V = std::conditional_t<pair, uint32_t, T>;
+    using V = typename T::V;
     uint8_t* p[32];
     uint32_t n = uint32_t(o.imm[1]);
     int64_t op = o.imm[2];
-    resolve<true>(w, o, m, o.imm[3], o.imm[0], n * sizeof(V), p);
+    resolve<true>(w, o, m, o.imm[3], o.imm[0], n * sizeof(V), p, true);
     w.launch->counters.atomics += uint64_t(__builtin_popcount(m)) * n;
     w.launch->counters.atomic_bytes += uint64_t(__builtin_popcount(m)) * n * sizeof(V);
     Slot<V> old_value[32];
@@ -257,8 +263,8 @@ template <class T> Next atomic(Warp& w, const Op& o, uint32_t m) {
         const Slot<V>* c = op == A_CAS ? w.src<Slot<V>>(o.x[1 + 2 * n + k]) : b;
         EACH_LANE(l, m) {
             V old = read_as<V>(p[l] + k * sizeof(V)), r;
-            if constexpr (pair) r = combine_pair<std::is_same_v<T, BFloatPair>>(op, old, b[l]);
-            else r = combine<V>(op, old, from_slot<V>(b[l]), from_slot<V>(c[l]));
+            if constexpr (std::is_same_v<T, Plain<V>>) r = combine<V>(op, old, from_slot<V>(b[l]), from_slot<V>(c[l]));
+            else r = T::combine(op, old, b[l]);
             memcpy(p[l] + k * sizeof(V), &r, sizeof r);
             old_value[l] = to_slot<V>(old);
         }
@@ -279,8 +285,10 @@ const HandlerName table[] = {
     {"ldparam.s32", load_param<int32_t>}, {"ldparam.u64", load_param<uint64_t>}, {"param_address", param_address},
     {"shared_address.u32", shared_address32}, {"shared_address.u64", shared_address64}, {"to_window", to_window},
     {"from_window", from_window}, {"isspacep", isspacep}, {"mapa.u32", mapa32}, {"mapa.u64", mapa64}, {"getctarank", getctarank},
-    {"atom.u32", atomic<uint32_t>}, {"atom.s32", atomic<int32_t>}, {"atom.u64", atomic<uint64_t>}, {"atom.s64", atomic<int64_t>},
-    {"atom.f32", atomic<float>}, {"atom.f64", atomic<double>}, {"atom.f16x2", atomic<HalfPair>}, {"atom.bf16x2", atomic<BFloatPair>},
+    {"atom.u32", atomic<Plain<uint32_t>>}, {"atom.s32", atomic<Plain<int32_t>>}, {"atom.u64", atomic<Plain<uint64_t>>},
+    {"atom.s64", atomic<Plain<int64_t>>}, {"atom.u16", atomic<Plain<uint16_t>>}, {"atom.f32", atomic<Plain<float>>},
+    {"atom.f64", atomic<Plain<double>>}, {"atom.f16x2", atomic<Halves<false, 2>>}, {"atom.bf16x2", atomic<Halves<true, 2>>},
+    {"atom.f16", atomic<Halves<false, 1>>}, {"atom.bf16", atomic<Halves<true, 1>>},
 };
 const Registrar registrar(table);
 

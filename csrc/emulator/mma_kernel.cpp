@@ -38,6 +38,20 @@ void multiply(const MmaTile& t, uint32_t m, uint32_t n, uint32_t k, float* const
     }
 }
 
+uint64_t useful_flops(const MmaTile& t, uint32_t m, uint32_t n, uint32_t k) {
+    uint64_t rows = 0, columns = 0;
+    for (uint32_t r = 0; r < m; r++) {
+        bool any = false;
+        for (uint32_t i = 0; i < k; i++) any |= t.a[r][i] != 0;
+        rows += any;
+    }
+    bool any[MMA_MAX_N] = {};
+    for (uint32_t i = 0; i < k; i++)
+        for (uint32_t c = 0; c < n; c++) any[c] |= t.b[i][c] != 0;
+    for (uint32_t c = 0; c < n; c++) columns += any[c];
+    return 2 * rows * columns * k;
+}
+
 static float fp8(uint32_t v, bool e5m2) {
     int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
     uint32_t e = (v & 0x7f) >> mantissa, f = v & ((1u << mantissa) - 1);

@@ -14,6 +14,9 @@ struct MmaTile {  // operands converted to fp32
 // rows: where row m of the result begins; n is a multiple of 8
 void multiply(const MmaTile& t, uint32_t m, uint32_t n, uint32_t k, float* const* rows, bool accumulate, float scale, uint32_t b_first);
 
+// FLOPs of the product that have no factor in a row of A or a column of B that is zero throughout: padding is not useful
+uint64_t useful_flops(const MmaTile& t, uint32_t m, uint32_t n, uint32_t k);
+
 // 8 or 4 elements of 16 bytes of shared memory to fp32
 enum class Element { f16, bf16, tf32, e4m3, e5m2, s8, u8 };
 void convert(const uint8_t* from, Element e, float* to);

@@ -3,7 +3,7 @@
 
 namespace emu {
 
-Next barrier_arrive(Warp&, uint32_t id, uint32_t threads, bool wait);
+Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait, const uint32_t* votes);
 void exit_lanes(Warp&, uint32_t mask);
 
 namespace {
@@ -230,9 +230,16 @@ Next converge(Warp& w, const Op& o, uint32_t m) {  // bar.warp.sync members
 Next all_lanes(Warp& w, const Op&, uint32_t) {  // .sync.aligned operations without other effect (setmaxnreg, ...)
     return together(w, FULL) ? Next::advance : Next::converge;
 }
-Next bar(Warp& w, const Op& o, uint32_t m) {  // id, threads (may be absent); imm: wait
+Next bar(Warp& w, const Op& o, uint32_t m) {  // id, threads (may be absent), predicate (may be absent); imm: wait
     if (!together(w, FULL)) return Next::converge;
-    return barrier_arrive(w, w.src<uint32_t>(o.x[0])[lowest(m)], o.x[1] == NONE ? 0 : w.src<uint32_t>(o.x[1])[lowest(m)], o.imm[0]);
+    uint32_t votes = o.x[2] == NONE ? 0 : w.pred(o.x[2]);
+    return barrier_arrive(w, w.src<uint32_t>(o.x[0])[lowest(m)], o.x[1] == NONE ? 0 : w.src<uint32_t>(o.x[1])[lowest(m)], o.imm[0],
+                          o.x[2] == NONE ? nullptr : &votes);
+}
+Next bar_result(Warp& w, const Op& o, uint32_t m) {  // d; imm: 0 popc, 1 and, 2 or. What bar.red found, after it
+    uint32_t n = w.barrier_votes;
+    if (o.imm[0] == 0) return fill(w, o.x[0], n, m), Next::advance;
+    return w.set_pred(o.x[0], (o.imm[0] == 1 ? n == w.barrier_voters : n > 0) ? FULL : 0, m), Next::advance;
 }
 Next clock64_(Warp& w, const Op& o, uint32_t m) {  // %clock64, %globaltimer: emulated instructions so far
     uint64_t* d = w.dst<uint64_t>(o.x[0]);
@@ -260,7 +267,7 @@ const HandlerName table[] = {
     {"mov.pred", mov_pred}, {"not.pred", not_pred}, {"and.pred", and_pred}, {"or.pred", or_pred}, {"xor.pred", xor_pred},
     {"elect", elect}, {"vote", vote}, {"activemask", activemask}, {"shfl", shfl}, {"redux", redux},
     {"match.b32", match<u32>}, {"match.b64", match<u64>}, {"bra", bra}, {"ret", ret}, {"trap", trap}, {"nop", nop},
-    {"pause", pause}, {"converge", converge}, {"all_lanes", all_lanes}, {"bar", bar}, {"clock64", clock64_}, {"clock32", clock32_},
+    {"pause", pause}, {"converge", converge}, {"all_lanes", all_lanes}, {"bar", bar}, {"bar.result", bar_result}, {"clock64", clock64_}, {"clock32", clock32_},
 };
 const Registrar registrar(table);
 

@@ -97,8 +97,32 @@ int _cudaFree(void *p) { return free(p), 0; }
 int _cudaFreeAsync(void *p, void *stream) { return (void)stream, free(p), 0; }
 int _cudaFreeHost(void *p) { return free(p), 0; }
 
-/* 801: not supported */
-int _cuTensorMapEncodeTiled(void) { return 801; }
+/* cuTensorMapEncodeTiled, in the format that tensor_map.cpp reads. 1: invalid value, 801: not supported. */
+int _cuTensorMapEncodeTiled(uint32_t *map, unsigned type, unsigned rank, void *address, const uint64_t *size, const uint64_t *stride,
+                            const uint32_t *box, const uint32_t *step, unsigned interleave, unsigned swizzle, unsigned promotion,
+                            unsigned fill) {
+    static const uint8_t hardware_type[13] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8};
+    (void)promotion;
+    if (type > 12 || interleave || fill || swizzle > 4) return 801;
+    if (rank < 1 || rank > 5 || (uint64_t)address % 16) return 1;
+    memset(map, 0, 128);
+    map[0] = (uint32_t)(uint64_t)address;
+    map[1] = (uint32_t)((uint64_t)address >> 32);
+    map[2] = (rank - 1) << 4 | (uint32_t)hardware_type[type] << 7 | (swizzle == 4 ? 3 : swizzle) << 13 | (type > 10 ? 1u << 16 : 0) |
+             (swizzle == 4 ? 1u << 19 : 0);
+    for (unsigned i = 0; i < rank; i++) {
+        if (!size[i] || size[i] > (1ull << 32) || !box[i] || box[i] > 256 || (step && step[i] != 1)) return step && step[i] != 1 ? 801 : 1;
+        map[8 + i] = (uint32_t)(size[i] - 1);
+        if (i == 0) map[13] |= (box[0] - 1) << 24;
+        else map[14] |= (box[i] - 1) << (8 * (i - 1));
+        if (i + 1 < rank) {
+            if (stride[i] % 16) return 1;
+            map[3 + i] = (uint32_t)(stride[i] >> 4);
+            map[7] |= (uint32_t)(stride[i] >> 36 & 15) << (4 * i);
+        }
+    }
+    return 0;
+}
 
 static int load_image(void **library, void *image) {
     int64_t handle = on_load ? on_load(image) : 0;

@@ -140,8 +140,11 @@ static void release_barrier(Cta& cta, uint32_t id) {
     for (Warp* w : cta.warps)
         if (w->state == Warp::at_barrier && w->barrier_id == id && w->barrier_generation < b.generation) {
             learn(*w, b.arriving);
+            w->barrier_votes = b.votes;
+            w->barrier_voters = b.voters;
             w->state = Warp::running;
         }
+    b.votes = b.voters = 0;
     b.arriving.clear();
     cta.cluster->events++;
 }
@@ -152,8 +155,9 @@ static uint32_t live_threads(Cta& cta) {
     return n;
 }
 
-// bar.sync / bar.arrive / barrier.sync / barrier.arrive (PTX ISA, Parallel Synchronization: bar, barrier).
-Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait) {
+// bar.sync / bar.arrive / bar.red, barrier.* (PTX ISA, Parallel Synchronization: bar, barrier). `votes`: the lanes
+// whose predicate is true, of bar.red.
+Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait, const uint32_t* votes) {
     Cta& cta = *w.cta;
     if (id >= 16) fault("barrier %u: a CTA has 16 barriers", id);
     NamedBarrier& b = cta.named[id];
@@ -167,6 +171,7 @@ Next barrier_arrive(Warp& w, uint32_t id, uint32_t threads, bool wait) {
         publish(w);
     }
     b.arrived += 32;
+    if (votes) b.votes += uint32_t(__builtin_popcount(*votes & w.live)), b.voters += uint32_t(__builtin_popcount(w.live));
     uint32_t all = b.expected ? b.expected : live_threads(cta);
     if (wait) {
         w.state = Warp::at_barrier;
@@ -221,6 +226,13 @@ Next cluster_wait(Warp& w) {
 
 static void add_hazard(Launch& l, const char* kind, std::string what, Warp& w, uint32_t pc) {
     l.hazards.push_back({kind, std::move(what), "", "warp " + std::to_string(w.id), pc, pc, w.cta->rank, 0, 1});
+}
+
+void note(Warp& w, const char* kind, const char* what) {
+    Launch& l = *w.launch;
+    auto [found, is_new] = l.hazard_index.try_emplace(w.pc() | 1ull << 63, l.hazards.size());
+    if (is_new) l.hazards.push_back({kind, what, "", "warp " + std::to_string(w.id), w.pc(), w.pc(), w.cta->rank, 0, 0, true});
+    l.hazards[found->second].count++;
 }
 
 static void finish_warp(Warp& w) {
@@ -294,7 +306,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
     Cluster& c = *w.cta->cluster;
     Program& p = *l.program;
     const Op* ops = p.ops.data();
-    uint64_t* hits = p.hits.data();
+    uint64_t *hits = p.hits.data(), *work = l.warp_work.data() + w.id * WORK_KINDS;
     const uint64_t begin = w.executed;
     bool failed = false;
     if (w.seen_events != c.events)
@@ -318,6 +330,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
                 }
             }
             hits[g.pc]++;
+            if (op.kind) work[op.kind]++;
             w.executed++;
             Next n = op.fn(w, op, mask);
             if (__builtin_expect(n == Next::advance, 1)) {
@@ -329,6 +342,7 @@ static bool run_warp(Warp& w, uint32_t quantum) {
             if (n == Next::converge) {
                 w.executed--;
                 hits[w.groups[w.current].pc]--;
+                work[op.kind] -= op.kind != 0;
                 w.groups[w.current].converging = true;
                 break;
             }
@@ -483,6 +497,7 @@ static void run_all(Launch& l) {
     uint32_t nctas = d[0] * d[1] * d[2], threads = b[0] * b[1] * b[2], nwarps = (threads + 31) / 32;
     if (!threads || threads > 1024) fault("a CTA of %u threads", threads);
     l.warp_instructions.assign(nwarps, 0);
+    l.warp_work.assign(nwarps * WORK_KINDS, 0);
     uint32_t shared_bytes = SHARED_BASE + l.program->static_shared + l.dynamic_shared;
     if (shared_bytes > 233472) fault("%u bytes of shared memory (with the 1024 reserved ones) exceed the 228 KiB of an SM", shared_bytes);
     std::vector<std::vector<uint8_t>> files(size_t(nctas) * nwarps);

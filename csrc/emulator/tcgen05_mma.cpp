@@ -1,5 +1,5 @@
 // PTX ISA, TensorCore 5th Generation: tcgen05.mma, tcgen05.commit; instruction descriptor, matrix descriptors, data path
-// layouts (cta_group::1 with M 64 and 128, cta_group::2 with M 128 and 256).
+// layouts (cta_group::1 with M 64 and 128, cta_group::2 with M 128 and 256, .ws with M 32, 64 and 128).
 #include "async_copy.h"
 #include "lanes.h"
 #include "matrix_descriptor.h"
@@ -14,7 +14,7 @@ const char* const kind_names[] = {"f16", "tf32", "f8f6f4"};
 struct Mma : AsyncOp {
     uint32_t d, a_tmem, idesc, clock, disabled[8], disable_words;
     uint64_t a, b;
-    bool accumulate, a_in_tmem, pair;
+    bool accumulate, a_in_tmem, pair, stationary;
     int64_t kind;
     float scale;
 
@@ -29,18 +29,23 @@ struct Mma : AsyncOp {
         Cluster& c = *own.cluster;
         uint32_t m = (idesc >> 24 & 31) << 4, n = (idesc >> 17 & 63) << 3, size = pair ? 2 : 1;
         if (idesc >> 2 & 1) fault("instruction descriptor 0x%08x: sparsity is not modelled", idesc);
-        if ((idesc >> 4 & 3) != 1) fault("instruction descriptor 0x%08x: accumulators other than f32 are not modelled", idesc);
+        uint32_t result = idesc >> 4 & 3;
+        if (result > 1 || (!result && kind == K_TF32)) fault("instruction descriptor 0x%08x: accumulators of format %u of kind::%s are not modelled", idesc, result, kind_names[kind]);
         Element ea = element(idesc >> 7 & 7), eb = element(idesc >> 10 & 7);
-        bool valid = pair ? ((m == 128 || m == 256) && n % 16 == 0) : ((m == 64 && n % 8 == 0) || (m == 128 && n % 16 == 0));
-        if (!valid || n < 8 || n > 256) fault("instruction descriptor 0x%08x: a shape of %u x %u does not exist with cta_group::%u", idesc, m, n, size);
+        bool valid = stationary ? (m == 32 || m == 64 || m == 128) && (n == 64 || n == 128 || n == 256)
+                     : pair     ? (m == 128 || m == 256) && n % 16 == 0
+                                : (m == 64 && n % 8 == 0) || (m == 128 && n % 16 == 0);
+        if (!valid || n < 8 || n > 256) fault("instruction descriptor 0x%08x: a shape of %u x %u does not exist with cta_group::%u%s", idesc, m, n, size, stationary ? " and .ws" : "");
+        if (stationary && a_in_tmem && m < 128) fault("tcgen05.mma.ws of %u rows with A in tensor memory is not modelled", m);
         if (pair && c.ctas.size() < 2) fault("cta_group::2 outside a cluster of two");
         uint32_t k = 32 / element_bytes(ea), rows = m / size, column = d & 0xffff, base_lane = d >> 16;
-        bool folded = pair && m == 128;  // lanes 64 to 127 hold the upper half of N
-        uint32_t columns = folded ? n / 2 : n;
+        // Fewer rows than lanes: each further fold of the lanes holds the next part of N, or (M 64) rows lie 16 a warp.
+        uint32_t folds = stationary || pair ? 128 / rows : 1, columns = n / folds;
         Cta* peers[2] = {&own, &own};
         if (pair) peers[0] = c.ctas[own.rank & ~1u].get(), peers[1] = c.ctas[own.rank | 1].get();
         Access access = stream_access(*this, warp->tcgen05.agent, clock, true, true);
         static thread_local MmaTile tile;
+        uint64_t useful = 0;
         bool negate = (idesc >> 13 & 1) != (idesc >> 14 & 1);
         MatrixDescriptor db(b, false);
         for (uint32_t p = 0; p < size; p++) load_operand(*peers[p], db, 0, n / size, k, eb, idesc >> 16 & 1, tile, true, p * (n / size), 1.f, access);
@@ -48,7 +53,7 @@ struct Mma : AsyncOp {
             Cta& cta = *peers[p];
             if (!cta.tmem_ready) fault("tcgen05.mma before tcgen05.alloc");
             check_columns(cta, column, columns);
-            auto lane_of = [&](uint32_t r) { return rows == 64 && !folded ? base_lane + (r / 16) * 32 + r % 16 : base_lane + r; };
+            auto lane_of = [&](uint32_t r) { return rows == 64 && folds == 1 ? base_lane + (r / 16) * 32 + r % 16 : base_lane + r; };
             if (a_in_tmem) {
                 uint32_t words = k * element_bytes(ea) / 4, ac = a_tmem & 0xffff;
                 check_columns(cta, ac, words);
@@ -62,34 +67,44 @@ struct Mma : AsyncOp {
             } else {
                 load_operand(cta, MatrixDescriptor(a, false), 0, rows, k, ea, idesc >> 15 & 1, tile, false, 0, negate ? -1.f : 1.f, access);
             }
-            float* target[2][MMA_MAX_M];
-            static thread_local float discard[TMEM_COLUMNS];
-            for (uint32_t r = 0; r < rows; r++)
-                for (uint32_t half = 0; half < (folded ? 2u : 1u); half++) {
-                    uint32_t lane = lane_of(r) + 64 * half;
-                    if (lane >= TMEM_LANES) fault("tcgen05.mma reaches tensor memory lane %u", lane);
-                    bool off = disable_words && (disabled[(pair && p ? 4 : 0) + lane / 32] >> (lane % 32) & 1);
-                    target[half][r] = off ? discard : reinterpret_cast<float*>(cta.tmem.data() + lane * TMEM_COLUMNS + column);
-                }
+            useful += useful_flops(tile, rows, n, k);
+            static thread_local float discard[TMEM_COLUMNS], half[MMA_MAX_M][MMA_MAX_N];
             uint32_t seen = 0;
-            for (uint32_t half = 0; half < (folded ? 2u : 1u); half++)
-                for (uint32_t r = 0; r < rows; r += 16) seen |= 1u << ((lane_of(r) + 64 * half) / 16);
+            for (uint32_t fold = 0; fold < folds; fold++)
+                for (uint32_t r = 0; r < rows; r += 16) seen |= 1u << ((lane_of(r) + rows * fold) / 16);
             EACH_LANE(block, seen) {
                 if (accumulate) shadow_columns(cta, block, 1, column, columns, false, access);
                 shadow_columns(cta, block, 1, column, columns, true, access);
             }
-            for (uint32_t half = 0; half < (folded ? 2u : 1u); half++) multiply(tile, rows, columns, k, target[half], accumulate, scale, half * columns);
+            for (uint32_t fold = 0; fold < folds; fold++) {
+                float* target[MMA_MAX_M];
+                uint32_t* cells[MMA_MAX_M];
+                for (uint32_t r = 0; r < rows; r++) {
+                    uint32_t lane = lane_of(r) + rows * fold;
+                    if (lane >= TMEM_LANES) fault("tcgen05.mma reaches tensor memory lane %u", lane);
+                    bool off = disable_words && (disabled[(pair && p ? 4 : 0) + lane / 32] >> (lane % 32) & 1);
+                    cells[r] = off ? reinterpret_cast<uint32_t*>(discard) : cta.tmem.data() + lane * TMEM_COLUMNS + column;
+                    target[r] = result ? reinterpret_cast<float*>(cells[r]) : half[r];
+                    if (!result && accumulate)  // an f16 accumulator is the low half of its column
+                        for (uint32_t j = 0; j < columns; j++) half[r][j] = half_to_float(cells[r][j] & 0xffff);
+                }
+                multiply(tile, rows, columns, k, target, accumulate, scale, fold * columns);
+                if (!result)
+                    for (uint32_t r = 0; r < rows; r++)
+                        for (uint32_t j = 0; j < columns; j++) cells[r][j] = float_to_half(half[r][j]);
+            }
         }
         char key[96];
-        snprintf(key, sizeof key, "tcgen05 %s %s cta_group::%u %ux%ux%u", kind_names[kind], a_in_tmem ? "TS" : "SS", size, m, n, k);
+        snprintf(key, sizeof key, "tcgen05 %s %s%s cta_group::%u %ux%ux%u", kind_names[kind], a_in_tmem ? "TS" : "SS", stationary ? " ws" : "", size, m, n, k);
         MmaCount& count = c.launch->mma[key];
         count.count++;
         count.flops += 2ull * m * n * k;
+        count.useful += useful;
     }
 };
 
 // d, a, b, idesc, enable, disable-output-lane words;
-// imm: kind, CTAs, A in tensor memory, offsets of d and a, disable words, log2 of the input scale
+// imm: kind, CTAs, A in tensor memory, offsets of d and a, disable words, log2 of the input scale, weight-stationary
 Next mma(Warp& w, const Op& o, uint32_t m) {
     stream_agent(w, w.tcgen05, "tcgen05 operations");
     EACH_LANE(l, m) {
@@ -106,6 +121,7 @@ Next mma(Warp& w, const Op& o, uint32_t m) {
         op->disable_words = uint32_t(o.imm[5]);
         for (uint32_t i = 0; i < op->disable_words; i++) op->disabled[i] = w.src<uint32_t>(o.x[5 + i])[l];
         op->scale = float(std::ldexp(1.0, -int(o.imm[6])));
+        op->stationary = o.imm[7];
         op->clock = w.tcgen05.clock;
         submit_tensor(w, op);
     }

@@ -174,7 +174,52 @@ Next tensor_copy(Warp& w, const Op& o, uint32_t m) {
     return Next::advance;
 }
 
-const HandlerName table[] = {{"tensor.copy", tensor_copy}};
+// tensormap.replace: address, value; imm: offset, shared, first word, shift, bits, second word (its low bits, or -1), add
+Next replace(Warp& w, const Op& o, uint32_t m) {
+    Cluster& c = *w.cta->cluster;
+    EACH_LANE(l, m) {
+        uint64_t value = w.src<uint64_t>(o.x[1])[l] + uint64_t(o.imm[6]);
+        uint8_t* p;
+        if (o.imm[1]) {
+            uint32_t a = w.src<uint32_t>(o.x[0])[l] + uint32_t(o.imm[0]);
+            p = shared_pointer(c, a, 128, 128);
+            c.cta_at(a)->shared_shadow.write_bytes((a & SHARED_OFFSET_MASK) + 4 * uint32_t(o.imm[2]), 4, warp_access(w));
+        } else {
+            p = global_pointer(*w.launch, w.src<uint64_t>(o.x[0])[l] + uint64_t(o.imm[0]), 128, 128, true);
+        }
+        auto set = [&](int64_t word, uint32_t shift, uint32_t bits, uint32_t v) {
+            uint32_t mask = (bits == 32 ? FULL : (1u << bits) - 1) << shift, x;
+            memcpy(&x, p + 4 * word, 4);
+            x = (x & ~mask) | (v << shift & mask);
+            memcpy(p + 4 * word, &x, 4);
+        };
+        uint32_t bits = uint32_t(o.imm[4]);
+        if (o.imm[5] < 0) {
+            set(o.imm[2], uint32_t(o.imm[3]), bits, uint32_t(value));
+        } else if (bits == 64) {  // the address
+            set(o.imm[2], 0, 32, uint32_t(value));
+            set(o.imm[5], 0, 32, uint32_t(value >> 32));
+        } else {  // a stride: 32 bits of it, above them 4 in word 7
+            value >>= 4;
+            set(o.imm[2], 0, 32, uint32_t(value));
+            set(7, uint32_t(o.imm[5]), 4, uint32_t(value >> 32));
+        }
+    }
+    return Next::advance;
+}
+
+// tensormap.cp_fenceproxy: 128 bytes of shared memory to global memory; to, from; imm: offsets
+Next publish_map(Warp& w, const Op& o, uint32_t m) {
+    if (w.live & ~w.groups[w.current].mask) return Next::converge;
+    uint32_t l = uint32_t(lowest(m)), from = w.src<uint32_t>(o.x[1])[l] + uint32_t(o.imm[1]);
+    Cluster& c = *w.cta->cluster;
+    const uint8_t* p = shared_pointer(c, from, 128, 128);
+    c.cta_at(from)->shared_shadow.read_bytes(from & SHARED_OFFSET_MASK, 128, warp_access(w));
+    memcpy(global_pointer(*w.launch, w.src<uint64_t>(o.x[0])[l] + uint64_t(o.imm[0]), 128, 128, true), p, 128);
+    return Next::advance;
+}
+
+const HandlerName table[] = {{"tensor.copy", tensor_copy}, {"tensormap.replace", replace}, {"tensormap.publish", publish_map}};
 const Registrar registrar(table);
 
 }  // namespace

@@ -110,6 +110,12 @@ Target locate(Warp& w, const Op& o, uint32_t m, int64_t shape, uint32_t elements
     uint32_t a = w.src<uint32_t>(o.x[0])[lowest(m)] + uint32_t(o.imm[3]);
     Target t = {a >> 16, a & 0xffff, shape == S32x32b ? 2u : 1u, width(shape, elements)};
     uint32_t quadrant = (w.id % 4) * 32;
+    // The ISA wants the address of a lane that the warp may access. Kernels that run on B200s give every warp the address
+    // of lane 0 all the same, and each gets its own lanes.
+    if (quadrant && t.lane + 16 * t.blocks <= 32) {
+        note(w, "tensor memory address without the warp's lane", "tensor memory");
+        t.lane += quadrant;
+    }
     if (t.lane < quadrant || t.lane + 16 * t.blocks > quadrant + 32 || t.lane % 16)
         fault("warp %u (rank %u of its warpgroup) accesses tensor memory lane %u; it may access lanes %u to %u", w.id, w.id % 4, t.lane, quadrant, quadrant + 31);
     check_columns(*w.cta, t.column, t.columns);
@@ -147,7 +153,8 @@ Next load(Warp& w, const Op& o, uint32_t m) {
         EACH_LANE(l, m) {
             uint32_t row, column, v = 0;
             for (uint32_t h = 0; h <= packed; h++) {
-                place(shape, l, packed ? 2 * j + h : j, uint32_t(o.imm[4]), row, column);
+                place(shape, l, j, uint32_t(o.imm[4]), row, column);
+                if (packed) column = 2 * column + h;  // two adjacent columns of 16 bits each
                 uint32_t cell = memory[(t.lane + row) * TMEM_COLUMNS + t.column + column];
                 v |= packed ? (cell & 0xffff) << (16 * h) : cell;
             }
@@ -166,12 +173,14 @@ Next store(Warp& w, const Op& o, uint32_t m) {
     if (shape == S16x32bx2) shadow_columns(cta, t.lane / 16, 1, t.column + uint32_t(o.imm[4]), t.columns, true, tmem_access(w, w.tmem_store, "tcgen05.st"));
     uint32_t* memory = cta.tmem.data();
     w.launch->counters.tmem_store += uint64_t(n) * 128;
-    for (uint32_t j = 0; j < elements; j++) {
-        const uint32_t* s = w.src<uint32_t>(o.x[1 + (packed ? j / 2 : j)]);
+    for (uint32_t e = 0; e < elements; e++) {
+        uint32_t j = packed ? e / 2 : e, h = e % 2;
+        const uint32_t* s = w.src<uint32_t>(o.x[1 + j]);
         EACH_LANE(l, m) {
             uint32_t row, column;
             place(shape, l, j, uint32_t(o.imm[4]), row, column);
-            memory[(t.lane + row) * TMEM_COLUMNS + t.column + column] = packed ? s[l] >> (16 * (j % 2)) & 0xffff : s[l];
+            if (packed) column = 2 * column + h;
+            memory[(t.lane + row) * TMEM_COLUMNS + t.column + column] = packed ? s[l] >> (16 * h) & 0xffff : s[l];
         }
     }
     return Next::advance;

@@ -139,14 +139,13 @@ void WgmmaPending::run() {
                 }
             }
         }
-    if (w.id % 4 == 0) {
-        char key[64];
-        static const char* const names[] = {"f16", "bf16", "tf32", "e4m3", "e5m2"};
-        snprintf(key, sizeof key, "wgmma %s %s 64x%ux%u", names[o.imm[1]], o.imm[2] ? "RS" : "SS", n, k);
-        MmaCount& count = w.launch->mma[key];
-        count.count++;
-        count.flops += 2ull * 64 * n * k;
-    }
+    char key[64];
+    static const char* const names[] = {"f16", "bf16", "tf32", "e4m3", "e5m2"};
+    snprintf(key, sizeof key, "wgmma %s %s 64x%ux%u", names[o.imm[1]], o.imm[2] ? "RS" : "SS", n, k);
+    MmaCount& count = w.launch->mma[key];
+    count.count += w.id % 4 == 0;
+    count.flops += 2ull * 16 * n * k;
+    count.useful += useful_flops(tile, 16, n, k);
 }
 
 }  // namespace emu

@@ -7,6 +7,8 @@ A backend is a module with these calls:
 - ``supports(problem) -> str | None``: None if it runs this problem, else why not;
 - ``workspace_bytes(problem) -> int``: scratch memory it wants for the problem;
 - ``prepare(problem)``: compile and tune, so that the first launch does neither;
+- ``fingerprint(problem) -> str | None``: digest of the kernels that run it, which are tested where they have not run
+  before (``cudnn_dsa.selftest``); None where there is nothing that a device could do differently;
 - ``forward(problem, tensors, workspace, stream)`` and ``backward(...)``: launch on ``stream`` (None on the CPU). The
   tensors passed the contract, are contiguous, and no size is 0.
 """
@@ -15,8 +17,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
 from cudnn_dsa.contracts.sparse_attention import Problem
@@ -42,23 +43,27 @@ AUTO_BY_CAPABILITY = {
 }
 
 
-@dataclass
-class ForwardTensors:
-    """Tensors of a forward call (``out`` and ``lse`` are written), and the scale, a run-time value."""
+# An output that the caller did not give is None until the interface has allocated it.
+Output = Any
+
+
+class ForwardTensors(NamedTuple):
+    """Tensors of a forward call, in the order of ``ARGUMENTS["forward"]``, and the scale, a run-time value that the
+    interface fills in. ``out`` and ``lse`` are written."""
 
     q: torch.Tensor
     kv: torch.Tensor
     topk_idxs: torch.Tensor
-    attn_sink: torch.Tensor | None
-    topk_length: torch.Tensor | None
-    softmax_scale: float
-    out: torch.Tensor
-    lse: torch.Tensor
+    attn_sink: torch.Tensor | None = None
+    topk_length: torch.Tensor | None = None
+    out: Output = None
+    lse: Output = None
+    softmax_scale: Any = None
 
 
-@dataclass
-class BackwardTensors:
-    """Tensors of a backward call (``dq``, ``dkv``, ``d_sink`` are written), and the scale, a run-time value."""
+class BackwardTensors(NamedTuple):
+    """Tensors of a backward call, in the order of ``ARGUMENTS["backward"]``, and the scale, a run-time value that the
+    interface fills in. ``dq``, ``dkv`` and ``d_sink`` are written; without a sink ``d_sink`` is None."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -67,12 +72,12 @@ class BackwardTensors:
     lse: torch.Tensor
     attn_sink: torch.Tensor | None
     topk_idxs: torch.Tensor
-    topk_length: torch.Tensor | None
-    delta: torch.Tensor | None
-    softmax_scale: float
-    dq: torch.Tensor
-    dkv: torch.Tensor
-    d_sink: torch.Tensor | None
+    topk_length: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    dq: Output = None
+    dkv: Output = None
+    d_sink: Output = None
+    softmax_scale: Any = None
 
 
 class Backend(Protocol):
@@ -82,6 +87,7 @@ class Backend(Protocol):
     def supports(self, problem: Problem) -> str | None: ...
     def workspace_bytes(self, problem: Problem) -> int: ...
     def prepare(self, problem: Problem) -> None: ...
+    def fingerprint(self, problem: Problem) -> str | None: ...
     def forward(self, problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None: ...
     def backward(self, problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None: ...
 

@@ -48,6 +48,10 @@ def prepare(problem: Problem) -> None:
     pass
 
 
+def fingerprint(problem: Problem) -> str | None:
+    return None
+
+
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
     """Write ``out`` and ``lse`` (natural log, without the sink; -inf for a row without a valid key)."""
     t = tensors

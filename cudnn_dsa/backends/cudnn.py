@@ -84,6 +84,10 @@ def prepare(problem: Problem) -> None:
         backward(p, tensors, workspace, torch.cuda.current_stream(device))
 
 
+def fingerprint(problem: Problem) -> str | None:
+    return None
+
+
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
     raise NotImplementedError("the cudnn backend has no forward")  # supports() refuses it first
 

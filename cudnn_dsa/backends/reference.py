@@ -11,7 +11,7 @@ gathered keys of one chunk are all that is ever materialised.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,16 +38,19 @@ def prepare(problem: Problem) -> None:
     pass
 
 
+def fingerprint(problem: Problem) -> str | None:
+    return None
+
+
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
     """Write ``out`` and ``lse`` (natural log, without the sink; -inf for a row without a valid key)."""
     t = tensors
     sink = effective_sink(t.attn_sink)
     for rows in _chunks(problem):
-        k, valid = _gather(t.kv, t.topk_idxs[rows], t.topk_length, rows)
-        s = _scores(t.q[rows].to(k.dtype), k, valid, t.softmax_scale)
-        lse = torch.logsumexp(s, dim=-1)
-        p = _probabilities(s, log_normaliser(lse, sink), valid)
-        t.out[rows] = torch.einsum("ihk,ikd->ihd", p, k[..., : problem.head_dim_v]).to(t.out.dtype)
+        selected = gather(t, rows, _work_dtype(t.q.dtype))
+        lse = torch.logsumexp(selected.scores, dim=-1)
+        p = probabilities(selected, log_normaliser(lse, sink))
+        t.out[rows] = torch.einsum("ihk,ikd->ihd", p, selected.k[..., : problem.head_dim_v]).to(t.out.dtype)
         t.lse[rows] = lse.to(t.lse.dtype)
 
 
@@ -59,16 +62,17 @@ def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream:
     dkv = torch.zeros(t.kv.shape, dtype=work, device=t.kv.device)
     d_sink = torch.zeros(t.q.shape[1], dtype=torch.float64, device=t.q.device)
     for rows in _chunks(problem):
-        k, valid = _gather(t.kv, t.topk_idxs[rows], t.topk_length, rows)
+        selected = gather(t, rows, work)
+        k, valid = selected.k, selected.valid
         q, dout = t.q[rows].to(work), t.dout[rows].to(work)
         has_key = valid.any(dim=-1)[:, None]  # (rows, 1), beside heads
         z = log_normaliser(t.lse[rows].to(work), sink)
         delta = (t.out[rows].to(work) * dout).sum(-1) if t.delta is None else t.delta[rows].to(work)
 
-        p = _probabilities(_scores(q, k, valid, t.softmax_scale), z, valid)
+        p = probabilities(selected, z)
         dp = torch.einsum("ihd,ikd->ihk", dout, k[..., :d_v])
-        # Of an entry that does not count, nothing may pass: dout or delta of an empty row can be anything.
-        ds = torch.where(valid[:, None], p * (dp - delta[..., None]) * t.softmax_scale, 0)
+        # Where p is 0 nothing may pass: dout or delta of an empty row can be anything, and dp can overflow.
+        ds = torch.where(p != 0, p * (dp - delta[..., None]) * t.softmax_scale, 0)
         t.dq[rows] = torch.einsum("ihk,ikd->ihd", ds, k).to(t.dq.dtype)
 
         q, dout = torch.where(has_key[..., None], q, 0), torch.where(has_key[..., None], dout, 0)
@@ -80,7 +84,7 @@ def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream:
             share = torch.exp(torch.where(torch.isfinite(z) & has_key, sink.to(work) - z, -torch.inf))
             d_sink -= torch.where(share > 0, share * delta, 0).sum(0)
     if problem.accumulate:
-        t.dkv += dkv.to(t.dkv.dtype)
+        t.dkv.add_(dkv.to(t.dkv.dtype))
     else:
         t.dkv.copy_(dkv)
     if t.d_sink is not None:
@@ -117,27 +121,33 @@ def _chunks(problem: Problem) -> Iterator[slice]:
         yield slice(start, min(start + step, problem.s_q))
 
 
-def _gather(
-    kv: torch.Tensor, idxs: torch.Tensor, topk_length: torch.Tensor | None, rows: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys (rows, K, D) of a chunk, zero where an entry does not count, and which entries count (rows, K)."""
-    valid = (idxs >= 0) & (idxs < kv.shape[0])
-    if topk_length is not None:
-        valid &= torch.arange(idxs.shape[1], device=idxs.device) < topk_length[rows, None]
-    k = kv[torch.where(valid, idxs, 0).long()].to(_work_dtype(kv.dtype))
+class Selected(NamedTuple):
+    """What some queries select: keys (rows, K, D), zero where an entry does not count; which entries count (rows, K);
+    scores (rows, H, K), -inf where one does not."""
+
+    k: torch.Tensor
+    valid: torch.Tensor
+    scores: torch.Tensor
+
+
+def gather(t: ForwardTensors | BackwardTensors, rows: slice | torch.Tensor, dtype: torch.dtype) -> Selected:
+    """The selection of the queries ``rows``, computed in ``dtype``."""
+    idxs = t.topk_idxs[rows]
+    valid = (idxs >= 0) & (idxs < t.kv.shape[0])
+    if t.topk_length is not None:
+        valid &= torch.arange(idxs.shape[1], device=idxs.device) < t.topk_length[rows, None]
+    k = t.kv[torch.where(valid, idxs, 0).long()].to(dtype)
     # Row 0 stands in for what does not count and may hold NaN or inf; 0 * inf would be NaN.
-    return torch.where(valid[..., None], k, 0), valid
+    k = torch.where(valid[..., None], k, 0)
+    scores = torch.einsum("ihd,ikd->ihk", t.q[rows].to(dtype), k) * t.softmax_scale
+    return Selected(k, valid, torch.where(valid[:, None], scores, -torch.inf))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor, scale: float) -> torch.Tensor:
-    s = torch.einsum("ihd,ikd->ihk", q, k) * scale
-    return torch.where(valid[:, None], s, -torch.inf)
-
-
-def _probabilities(s: torch.Tensor, z: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def probabilities(selected: Selected, z: torch.Tensor) -> torch.Tensor:
+    """exp(s - Z), (rows, H, K)."""
     # Z is infinite for a row without a key and under a sink of +inf: p is 0 there, not exp(-inf + inf).
-    exponent = torch.where(valid[:, None] & ~torch.isinf(z)[..., None], s - z[..., None], -torch.inf)
-    return torch.exp(exponent)
+    usable = selected.valid[:, None] & ~torch.isinf(z)[..., None]
+    return torch.exp(torch.where(usable, selected.scores - z[..., None], -torch.inf))
 
 
 def _add_rows(dkv: torch.Tensor, idxs: torch.Tensor, valid: torch.Tensor, dk: torch.Tensor) -> None:

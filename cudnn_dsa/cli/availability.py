@@ -24,7 +24,7 @@ class Requirement:
         return f"pip install 'cudnn-dsa[{self.extra}]' (missing: {', '.join(missing)})" if missing else None
 
 
-_CUTE = ("nvidia-cutlass-dsl", "cuda-core")
+_CUTE = ("nvidia-cutlass-dsl",)
 REQUIREMENTS = {
     "sm100": Requirement("Blackwell GPUs (compute capability 10.x), CuTe DSL", _CUTE, "cuda"),
     "sm90": Requirement("Hopper GPUs (compute capability 9.0), CuTe DSL", _CUTE, "cuda"),

@@ -13,10 +13,11 @@ from typing import Any
 
 import cudnn_dsa
 from cudnn_dsa._version import __version__
+from cudnn_dsa.artifact import aot, cache, library
 from cudnn_dsa.cli import availability, console
 
 # Distributions that decide what runs, as pip names them.
-PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "cuda-core", "nvidia-cudnn-frontend")
+PACKAGES = ("torch", "numpy", "triton", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +31,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything this command knows, as plain data: ``backends``, ``versions``, ``cuda``, ``cpu``, ``kernel_cache``."""
+    """Everything this command knows, as plain data."""
     import torch
 
-    cache = cache_directory()
+    from cudnn_dsa import selftest
+
+    directory = cache.directory()
     return {
         "backends": [
             {
@@ -58,7 +61,11 @@ def collect() -> dict[str, Any]:
             "extension": extension_file(),
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
-        "kernel_cache": {"directory": str(cache), "exists": cache.is_dir(), "bytes": directory_bytes(cache)},
+        "self_tests": selftest.verdicts(),
+        "kernels_built_ahead": [str(folder) for folder in library.directories() if aot.manifest(folder)],
+        "kernel_cache": {
+            "directory": str(directory), "exists": directory.is_dir(), "bytes": directory_bytes(directory),
+        },
     }  # fmt: skip
 
 
@@ -71,7 +78,7 @@ def as_text(facts: dict[str, Any]) -> str:
     installs = {backend["name"]: backend["install"] for backend in facts["backends"] if backend["install"]}
     parts += [f"to install for {name}: {command}" for name, command in installs.items()]
 
-    cache, cuda, cpu = facts["kernel_cache"], facts["cuda"], facts["cpu"]
+    kernel_cache, cuda, cpu = facts["kernel_cache"], facts["cuda"], facts["cpu"]
     pairs = [[name, text or "not installed"] for name, text in facts["versions"].items()]
     pairs.append(["CPU", f"{cpu['machine']}, {cpu['threads']} threads, vector instructions {cpu['capability']}"])
     pairs.append(["C++ extension", cpu["extension"] or "not built (`make setup`, or pip install --no-build-isolation)"])
@@ -80,18 +87,26 @@ def as_text(facts: dict[str, Any]) -> str:
     for device in cuda["devices"]:
         text = f"{device['name']}, compute capability {device['capability']}, {console.size(device['memory_bytes'])}"
         pairs.append([device["device"], text])
-    content = console.size(cache["bytes"]) if cache["exists"] else "empty"
-    pairs.append(["kernel cache", f"{cache['directory']} ({content})"])
+    content = console.size(kernel_cache["bytes"]) if kernel_cache["exists"] else "empty"
+    pairs.append(["kernel cache", f"{kernel_cache['directory']} ({content})"])
+    pairs.append(["kernels built ahead", ", ".join(facts["kernels_built_ahead"]) or "none"])
     parts += ["", console.table(["what", "version or state"], pairs)]
+    if facts["self_tests"]:
+        parts += [
+            "",
+            console.table(["kernels of", "self-tested on", "passed", "failed"], _tallies(facts["self_tests"])),
+        ]
+        parts += [f"FAILED: {t['kernel']}: {t['report']}" for t in facts["self_tests"] if not t["passed"]]
     return "\n".join(parts)
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``CUDNN_DSA_CACHE_DIR``, else ``cudnn_dsa`` in the user's cache folder."""
-    given = os.environ.get("CUDNN_DSA_CACHE_DIR")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudnn_dsa"
+def _tallies(verdicts: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each backend and kind of device, with the numbers of kernels that passed and that failed."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for verdict in verdicts:
+        count = counts.setdefault((verdict["backend"], verdict["kind"]), [0, 0])
+        count[0 if verdict["passed"] else 1] += 1
+    return [[*where, *map(str, count)] for where, count in counts.items()]
 
 
 def directory_bytes(directory: Path) -> int:

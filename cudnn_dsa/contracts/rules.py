@@ -86,7 +86,7 @@ def check_layout(name: str, spec: TensorSpec, hint: str = "") -> None:
 def check_apart(name: str, spec: TensorSpec) -> None:
     """No two elements of ``spec`` share memory (an expanded tensor, overlapping windows): it can be written."""
     span: Size = 1
-    for stride, size in sorted((s, n) for s, n in zip(spec.strides or (), spec.shape, strict=False) if n != 1):
+    for stride, size in _steps(spec):
         if stride < span and spec.numel:
             got = f"shape {format_shape(spec.shape)} with strides {format_shape(spec.strides or ())}"
             raise ContractError(name, "a tensor whose elements lie apart", got)
@@ -132,32 +132,44 @@ def may_overlap(a: TensorSpec, b: TensorSpec) -> bool:
 
     Two views with disjoint address ranges do not. Neither do two that interleave: with g a common divisor of every
     stride above each view's dense inner run, all addresses of a view fall, modulo g, into one window as long as that
-    run; disjoint windows cannot meet. (Column slices of one buffer are the case that matters.)
+    run; disjoint windows cannot meet. (Column slices of one buffer are the case that matters.) A view that walks
+    backwards (NumPy) has the same elements as the one that walks forwards from its lowest address.
     """
     if a.device != b.device or a.address is None or b.address is None or a.numel == 0 or b.numel == 0:
         return False
-    if a.address + reach(a) <= b.address or b.address + reach(b) <= a.address:
+    start_a, start_b = _lowest_address(a), _lowest_address(b)
+    if start_a + reach(a) <= start_b or start_b + reach(b) <= start_a:
         return False
     run_a, pitch_a = _inner_run(a)
     run_b, pitch_b = _inner_run(b)
     pitch = math.gcd(pitch_a, pitch_b)
     if pitch == 0:
         return True
-    gap = (b.address - a.address) % pitch
+    gap = (start_b - start_a) % pitch
     return gap < run_a or pitch - gap < run_b
 
 
 def reach(spec: TensorSpec) -> int:
-    """Bytes from the first element to the end of the last; 0 for an empty array."""
+    """Bytes from the lowest element to the end of the highest; 0 for an empty array."""
     if spec.numel == 0:
         return 0
-    strides = spec.strides or ()
-    return (sum((n - 1) * abs(s) for n, s in zip(spec.shape, strides, strict=True)) + 1) * spec.itemsize
+    return (sum((n - 1) * s for s, n in _steps(spec)) + 1) * spec.itemsize
+
+
+def _lowest_address(spec: TensorSpec) -> int:
+    assert spec.address is not None
+    back = sum((n - 1) * s for s, n in zip(spec.strides or (), spec.shape, strict=True) if s < 0)
+    return spec.address + back * spec.itemsize
+
+
+def _steps(spec: TensorSpec) -> list[tuple[Size, Size]]:
+    """(stride in elements, whichever way it goes; size) of the dimensions longer than 1, shortest stride first."""
+    return sorted((abs(s), n) for s, n in zip(spec.strides or (), spec.shape, strict=False) if n != 1)
 
 
 def _inner_run(spec: TensorSpec) -> tuple[int, int]:
     """(bytes of the dense inner run, greatest common divisor of the remaining strides in bytes; 0 if none remains)."""
-    dims = sorted((s, n) for n, s in zip(spec.shape, spec.strides or (), strict=True) if n != 1)
+    dims = _steps(spec)
     run = 1
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -63,17 +63,16 @@ class Argument(NamedTuple):
 _Q = Argument("q", ("S_q", "H", "D"), "element")
 _KV = Argument("kv", ("S_kv", "D"), "element")
 _INDICES = Argument("topk_idxs", ("S_q", "K"), "index")
-_OPTIONAL_INPUTS = (
-    Argument("attn_sink", ("H",), "statistic", optional=True),
-    Argument("topk_length", ("S_q",), "index", optional=True),
-)
+_SINK = Argument("attn_sink", ("H",), "statistic", optional=True)
+_LENGTH = Argument("topk_length", ("S_q",), "index", optional=True)
 # q and kv come first: they bind the dimensions that the others are compared with.
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "forward": (
         _Q,
         _KV,
         _INDICES,
-        *_OPTIONAL_INPUTS,
+        _SINK,
+        _LENGTH,
         Argument("out", ("S_q", "H", "D_v"), "element_or_float32", output=True, optional=True),
         Argument("lse", ("S_q", "H"), "statistic", output=True, optional=True),
     ),
@@ -83,8 +82,9 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         Argument("out", ("S_q", "H", "D_v"), "element_or_float32"),
         Argument("dout", ("S_q", "H", "D_v"), "element"),
         Argument("lse", ("S_q", "H"), "statistic"),
+        _SINK,
         _INDICES,
-        *_OPTIONAL_INPUTS,
+        _LENGTH,
         Argument("delta", ("S_q", "H"), "statistic", optional=True),
         Argument("dq", ("S_q", "H", "D"), "element", output=True, optional=True),
         Argument("dkv", ("S_kv", "D"), "element_or_float32", output=True, optional=True),
@@ -93,8 +93,23 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
 }
 
 
+class _HashedOnce:
+    """A frozen dataclass that is a key in look-ups of every call: its hash is computed once. It is not pickled, since
+    the hash of a string differs from process to process."""
+
+    def _hash_once(self) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, field.name) for field in fields(self)))  # type: ignore[arg-type]
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(_HashedOnce):
     """Everything about a call that is not a tensor and that a rule may depend on.
 
     Attributes:
@@ -121,6 +136,8 @@ class Options:
     out_dtype: str | None = None
     dkv_dtype: str | None = None
     layout: str = "plan"
+
+    __hash__ = _HashedOnce._hash_once
 
     def __post_init__(self) -> None:
         """Types first: an option is part of keys that compare by ==, in which 16.0 would stand for 16."""
@@ -152,7 +169,7 @@ def _is_symbolic(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(_HashedOnce):
     """A call that passed every rule: sizes, dtypes and flags, without tensors.
 
     Sizes (``s_q``, ``s_kv``) may be symbolic. ``stat_dtype`` is the dtype of lse, ``sink_dtype`` that of attn_sink and
@@ -179,6 +196,8 @@ class Problem:
     q_cluster_mode: str
     backend: str
     device: str
+
+    __hash__ = _HashedOnce._hash_once
 
     @property
     def has_sink(self) -> bool:

@@ -3,6 +3,7 @@
 ``emulate`` runs CuTe DSL calls on CPU tensors, ``run_ptx`` a kernel from PTX text. See docs/emulator.md.
 """
 
+from .device import EmulatedDevice, device
 from .dsl import AsCuda, Gpu, emulate
 from .errors import EmulatorError, ExecutionError, HazardError, LaunchError, PtxSyntaxError, UnsupportedInstruction
 from .report import Hazard, LaunchReport, Report
@@ -10,6 +11,7 @@ from .run import run_ptx
 
 __all__ = [
     "AsCuda",
+    "EmulatedDevice",
     "EmulatorError",
     "ExecutionError",
     "Gpu",
@@ -20,6 +22,7 @@ __all__ = [
     "PtxSyntaxError",
     "Report",
     "UnsupportedInstruction",
+    "device",
     "emulate",
     "run_ptx",
 ]

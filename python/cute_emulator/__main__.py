@@ -63,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--schedule", choices=("adversarial", "eager"), default="adversarial")
     p.add_argument("--no-check", action="store_true", help="without the happens-before checker")
-    p.add_argument("--device", default="B200", choices=("B200", "H200"), help="whose bound to model")
     p.add_argument("--timeline", metavar="FILE.png", help="draw the warps' instructions over time")
     o = p.parse_intermixed_args(argv)
     try:
@@ -93,8 +92,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(report)
     print(report.timeline())
-    if o.device != "B200":
-        print("  " + str(report.bound(o.device)))
     for array, target in arguments:
         if target:
             np.save(target, array)

@@ -6,10 +6,10 @@ import ctypes
 import struct
 from ctypes import POINTER, c_char_p, c_uint32, c_uint64, c_void_p
 from functools import cache
+from pathlib import Path
 
 from .analysis import early_uses
-from .build import build
-from .lowering import Kernel
+from .lowering import Kernel, Operation
 
 COUNTERS = (
     "global_load",
@@ -34,6 +34,48 @@ COUNTERS = (
 )
 
 
+# Kinds of work that a warp's role is told by, and the handlers that do it. At most 15, numbered from 1 in the core.
+WORK: dict[str, tuple[str, ...]] = {
+    "tcgen05.mma": ("tcgen05.mma",),
+    "wgmma": ("wgmma.mma",),
+    "mma.sync": ("mma.sync",),
+    "TMA loads": ("tensor.load", "bulk.load"),
+    "TMA stores": ("tensor.store", "bulk.store"),
+    "cp.async": ("cp.async",),
+    "tcgen05.ld": ("tmem.ld",),
+    "tcgen05.st": ("tmem.st", "tcgen05.cp"),
+    "exponentials": ("ex2.",),
+    "shared loads": ("ld.shared", "ldmatrix"),
+    "shared stores": ("st.shared", "stmatrix"),
+    "global loads": ("ld.global",),
+    "global stores": ("st.global",),
+    "atomics": ("atom.",),
+    "barrier waits": ("mbarrier.wait", "bar", "cluster.wait"),
+}
+
+
+@cache
+def _kind(name: str) -> int:
+    best, kind = "", 0
+    for i, prefixes in enumerate(WORK.values(), 1):
+        for p in prefixes:
+            if (name == p or (p[-1] == "." and name.startswith(p))) and len(p) > len(best):
+                best, kind = p, i
+    return kind
+
+
+def work_kind(o: Operation) -> int:
+    """Number of the kind of work (in the order of :data:`WORK`, from 1), or 0."""
+    name = o.handler
+    if name == "tensor.copy":
+        name = "tensor.load" if o.immediates[1] else "tensor.store"
+    elif name == "bulk.copy":
+        name = "bulk.store" if o.immediates[0] == 0 else "bulk.load"
+    elif name.startswith(("ld.", "st.")):
+        name = f"{name[:2]}.{'shared' if o.immediates[3] == 1 else 'local' if o.immediates[3] == 2 else 'global'}"
+    return _kind(name)
+
+
 class RawLaunch(ctypes.Structure):
     _fields_ = (
         ("grid", c_uint32 * 3),
@@ -54,9 +96,16 @@ class RawLaunch(ctypes.Structure):
     )
 
 
+def libraries() -> tuple[Path, Path]:
+    """What :func:`cute_emulator.build.build` returns; built on first use."""
+    from .build import build  # not above: `python -m cute_emulator.build` must find a module nobody has imported
+
+    return build()
+
+
 @cache
 def library() -> ctypes.CDLL:
-    lib = ctypes.CDLL(str(build()[0]))
+    lib = ctypes.CDLL(str(libraries()[0]))
     for name, result, arguments in (
         ("emu_handler", c_uint64, [c_char_p]),
         (
@@ -88,6 +137,8 @@ def library() -> ctypes.CDLL:
         ("emu_launch_hazards", c_uint64, [c_void_p]),
         ("emu_launch_hazard", c_char_p, [c_void_p, c_uint64]),
         ("emu_launch_mma", c_char_p, [c_void_p]),
+        ("emu_launch_work", POINTER(c_uint64), [c_void_p]),
+        ("emu_launch_printed", c_char_p, [c_void_p]),
         ("emu_launch_timeline", c_void_p, [c_void_p, POINTER(c_uint64)]),
         ("emu_launch_warps", POINTER(c_uint64), [c_void_p, POINTER(c_uint64)]),
     ):
@@ -113,7 +164,7 @@ class Program:
         operands: list[int] = []
         immediates: list[int] = []
         raw = bytearray()
-        pack = struct.Struct("<QIIIIHHB3x").pack
+        pack = struct.Struct("<QIIIIHHBB2x").pack
         waits_for = {e.use: e.load for e in self.early_uses}
         for i, o in enumerate(kernel.operations):
             name, values = o.handler, o.immediates
@@ -128,6 +179,7 @@ class Program:
                 len(o.operands),
                 len(values),
                 int(o.always),
+                work_kind(o),
             )
             operands += o.operands
             immediates += values

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .build import build
+from .core import libraries
 from .errors import EmulatorError, HazardError, LaunchError
 from .launch import Options, Region, launch, load
 from .report import Report
@@ -145,7 +145,7 @@ def _launch(gpu: Gpu, config: int, kernel: int, arguments: int) -> None:
 
 @cache
 def _callbacks() -> tuple[Any, ...]:
-    stub = ctypes.CDLL(str(build()[1]))
+    stub = ctypes.CDLL(str(libraries()[1]))
     callbacks = (
         ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(_on_load),
         ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)(_on_kernel),
@@ -276,7 +276,7 @@ def emulate(
     _callbacks()
     gpu = Gpu(arch, Options(seed, schedule, check, profile, instruction_limit), transform=transform)
     patches = _Patches()
-    stub = str(build()[1])
+    stub = str(libraries()[1])
     dump = tempfile.TemporaryDirectory(prefix="cute_emulator_")
     settings = {"LIBS": stub, "ARCH": arch, "KEEP": "ptx,cubin", "DUMP_DIR": dump.name, "DISABLE_FILE_CACHING": "1"}
     if line_info:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import re
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -147,13 +148,15 @@ def launch(
         def place(pc: int):
             return locate(entry, module.lines, operations[min(pc, len(operations) - 1)].line)
 
+        sys.stdout.write(lib.emu_launch_printed(handle).decode(errors="replace"))
         error = lib.emu_launch_error(handle).decode()
-        hazards = []
+        hazards: list[Hazard] = []
+        notes: list[Hazard] = []
         for i in range(lib.emu_launch_hazards(handle)):
-            kind, what, earlier_agent, agent, earlier, pc, cta, address, count = (
+            kind, what, earlier_agent, agent, earlier, pc, cta, address, count, note = (
                 lib.emu_launch_hazard(handle, i).decode().split("\x1f")
             )
-            hazards.append(
+            (notes if note == "1" else hazards).append(
                 Hazard(
                     kind,
                     what,
@@ -167,7 +170,6 @@ def launch(
                 )
             )
         after = program.hits()
-        notes = []
         for early in program.early_uses:
             count = after[early.use] - before[early.use]
             if count:
@@ -196,10 +198,15 @@ def launch(
         warps = lib.emu_launch_warps(handle, ctypes.byref(n))
         segments = lib.emu_launch_timeline(handle, ctypes.byref(n2 := ctypes.c_uint64()))
         timeline = list(struct.iter_unpack("<QQIIII", ctypes.string_at(segments, 32 * n2.value))) if n2.value else []
-        mma = {}
+        mma, useful = {}, 0
         for row in lib.emu_launch_mma(handle).decode().splitlines():
-            shape, count, flops = row.split("\x1f")
+            shape, count, flops, of_those = row.split("\x1f")
             mma[shape] = (int(count), int(flops))
+            useful += int(of_those)
+        done = lib.emu_launch_work(handle)
+        work = [
+            {k: int(done[16 * w + i]) for i, k in enumerate(core.WORK, 1) if done[16 * w + i]} for w in range(n.value)
+        ]
         opcodes: Counter[str] = Counter()
         for o, a, b in zip(operations, before, after, strict=True):
             if b > a:
@@ -214,7 +221,9 @@ def launch(
             notes,
             {k: int(values[i]) for i, k in enumerate(core.COUNTERS)},
             mma,
+            useful,
             [int(x) for x in warps[: n.value]],
+            work,
             dict(opcodes),
             seconds,
             [Segment(a, b, w, place(pc).line, why) for a, b, w, pc, why, _ in timeline],

@@ -139,6 +139,7 @@ class Lowering:
         self.constants = bytearray()
         self._constant_at: dict[tuple[int, int], int] = {}
         self._special_at: dict[str, int] = {}
+        self._condition_code: int | None = None
         self._free_temporaries: dict[int, list[int]] = {1: [], 32: [], 64: []}
         self._temporaries: list[tuple[int, int]] = []
         self._after: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -344,6 +345,17 @@ class Lowering:
         if r is None or r.bits != 1:
             raise ins.unsupported(f"{text!r} is no predicate")
         return r.offset
+
+    def call_parameter(self, ins: Instruction, text: str) -> str | None:
+        """The name in ``[name+0]`` if it is a parameter or result of a call, declared in the call's block."""
+        m = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*0)?\s*\]", text)
+        return m.group(1) if m and self.register(m.group(1), ins.scope) is not None else None
+
+    def condition_code(self) -> int:
+        """The carry flag of the extended-precision instructions, a predicate."""
+        if self._condition_code is None:
+            self._condition_code = self._allocate(1)
+        return self._condition_code
 
     def halves(self, ins: Instruction, text: str) -> tuple[int, int]:
         """The low and the high 64 bits of a 128-bit register."""

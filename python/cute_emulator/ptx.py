@@ -213,6 +213,8 @@ def _body(clean: str, position: int, end: int, line_of, entry: Entry, files: dic
             raise PtxSyntaxError(f"line {line}: a statement without ';'")
         text = _SPACE.sub(" ", clean[position:stop].strip())
         position = stop + 1
+        if text.startswith(".param"):  # of a call in the same block: a register as good as any
+            text = ".reg" + text[len(".param") :]
         if text.startswith(".reg"):
             entry.statements.append(Statement("reg", text, line, scope))
         elif text.startswith((".pragma", ".branchtargets", ".callprototype", ".calltargets")):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from .bound import Bound, bound
+from .bound import DEVICES, Bound, bound
 from .ptx import Entry
 from .timeline import Segment, text
 
@@ -55,10 +57,48 @@ class Hazard:
         )
 
 
+# What a warp that does this kind of work is called; a warp may be several things. The first column: core.WORK.
+_ROLES = {
+    "tcgen05.mma": "MMA issuer",
+    "wgmma": "wgmma",
+    "mma.sync": "mma.sync",
+    "TMA loads": "TMA producer",
+    "cp.async": "cp.async producer",
+    "exponentials": "exponentials",
+    "tcgen05.ld": "TMEM reader",
+    "tcgen05.st": "TMEM writer",
+    "TMA stores": "TMA store",
+    "atomics": "reduction",
+}
+
+
+def role_name(work: dict[str, int]) -> str:
+    """``role_name({"TMA loads": 8, "barrier waits": 9}) == "TMA producer"``: a warp's role, from what it has done."""
+    names = [name for kind, name in _ROLES.items() if work.get(kind)]
+    return " + ".join(names) or ("epilogue" if work.get("global stores") else "other")
+
+
+@dataclass(frozen=True)
+class Role:
+    """Adjacent warps of a CTA that do the same kinds of work. ``share``: of the launch's instructions."""
+
+    name: str
+    warps: str
+    instructions: int
+    share: float
+    work: dict[str, int]
+
+    def __str__(self) -> str:
+        work = ", ".join(f"{k} {n}" for k, n in self.work.items())
+        return f"warps {self.warps}: {self.name}; {self.instructions} instructions ({self.share:.0%}); {work}"
+
+
 @dataclass
 class LaunchReport:
     """One launch. ``counters`` holds bytes and counts by name, ``mma`` (count, FLOPs) by kind and shape,
-    ``warp_instructions`` the executed warp instructions by warp of the CTA, summed over the CTAs."""
+    ``useful_flops`` those that are no padding (no factor in a row or column of zeros), ``warp_instructions`` the
+    executed warp instructions by warp of the CTA, ``warp_work`` those of each kind of :data:`cute_emulator.core.WORK`; both are
+    summed over the CTAs."""
 
     kernel: str
     grid: tuple[int, ...]  # (x, y, z)
@@ -69,7 +109,9 @@ class LaunchReport:
     notes: list[Hazard]  # what the PTX ISA does not promise, and today's hardware does
     counters: dict[str, int]
     mma: dict[str, tuple[int, int]]
+    useful_flops: int
     warp_instructions: list[int]
+    warp_work: list[dict[str, int]]
     opcodes: dict[str, int]
     seconds: float
     segments: list[Segment] = field(default_factory=list)  # only with ``profile``
@@ -82,19 +124,22 @@ class LaunchReport:
     def flops(self) -> int:
         return sum(f for _, f in self.mma.values())
 
-    def roles(self) -> list[tuple[str, int, int]]:
-        """Adjacent warps with like instruction counts: (warps, instructions, share in percent)."""
-        out: list[tuple[str, int, int]] = []
+    def role_of(self, warp: int) -> str:
+        """What warp ``warp`` of a CTA does."""
+        return role_name(self.warp_work[warp])
+
+    def roles(self) -> list[Role]:
+        """Adjacent warps that do the same kinds of work."""
+        out: list[Role] = []
         total = sum(self.warp_instructions) or 1
-        first = 0
-        for i in range(1, len(self.warp_instructions) + 1):
-            end = i == len(self.warp_instructions)
-            a = self.warp_instructions[first]
-            b = 0 if end else self.warp_instructions[i]
-            if end or abs(a - b) > 0.2 * max(a, b, 1):
-                n = sum(self.warp_instructions[first:i])
-                out.append((f"{first}" if i == first + 1 else f"{first}-{i - 1}", n, round(100 * n / total)))
-                first = i
+        for name, group in groupby(range(len(self.warp_work)), self.role_of):
+            warps = list(group)
+            n = sum(self.warp_instructions[w] for w in warps)
+            work: Counter[str] = Counter()
+            for w in warps:
+                work.update(self.warp_work[w])
+            label = f"{warps[0]}-{warps[-1]}" if len(warps) > 1 else str(warps[0])
+            out.append(Role(name, label, n, n / total, dict(work)))
         return out
 
     def bound(self, device: str = "B200") -> Bound:
@@ -106,11 +151,15 @@ class LaunchReport:
             f"{self.kernel}",
             f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, {self.shared_bytes} bytes shared; "
             f"emulated in {self.seconds:.3f} s",
-            f"  {c['instructions']} warp instructions; by warp: "
-            + ", ".join(f"{w}: {n} ({p} %)" for w, n, p in self.roles()),
+            f"  {c['instructions']} warp instructions",
+            *(f"    {role}" for role in self.roles()),
         ]
         for shape, (count, flops) in sorted(self.mma.items()):
             lines.append(f"  {shape}: {count} times, {flops:.3e} FLOP")
+        if self.flops:
+            lines.append(
+                f"  useful: {self.useful_flops / self.flops:.1%} of {self.flops:.3e} FLOP (the rest is padding)"
+            )
         moved = [
             f"{k.replace('_', ' ')} {v}"
             for k, v in c.items()
@@ -120,7 +169,7 @@ class LaunchReport:
             lines.append("  bytes and counts: " + ", ".join(moved))
         if c["shared_accesses"]:
             lines.append(f"  shared memory passes per access: {c['shared_passes'] / c['shared_accesses']:.2f}")
-        lines.append("  " + str(self.bound()))
+        lines += [f"  {self.bound(device)}" for device in DEVICES]
         if self.hazards:
             lines.append(f"  {len(self.hazards)} hazards:")
             lines += ["    " + line for h in self.hazards for line in str(h).splitlines()]

@@ -50,10 +50,12 @@ def text(report: LaunchReport, width: int = 96) -> str:
         f"warps over time: {total} warp instructions, {step} a column; # much, + some; waits: m mbarrier, b barrier, "
         "c cluster barrier"
     ]
+    names = [report.role_of(w) for w in range(a_cta)]
+    wide = max(map(len, names), default=0)
     for w in range(warps):
         share = [b / step for b in busy[w]]
         row = "".join("#" if x > 0.25 else "+" if x > 0 else m for x, m in zip(share, mark[w], strict=True))
-        rows.append(f"  CTA {w // a_cta} warp {w % a_cta:2d} |{row}|")
+        rows.append(f"  CTA {w // a_cta} warp {w % a_cta:2d} {names[w % a_cta]:{wide}} |{row}|")
     return "\n".join(rows)
 
 
@@ -75,7 +77,11 @@ def draw(report: LaunchReport, path: str) -> None:
         axes.broken_barh([(s.begin, s.end - s.begin)], (s.warp - 0.4, 0.8), color=colours[0])
         last[s.warp] = s
     a_cta = max(1, len(report.warp_instructions))
-    axes.set_yticks(range(warps), [f"CTA {w // a_cta} warp {w % a_cta}" for w in range(warps)], fontsize=7)
+    axes.set_yticks(
+        range(warps),
+        [f"CTA {w // a_cta} warp {w % a_cta}: {report.role_of(w % a_cta)}" for w in range(warps)],
+        fontsize=7,
+    )
     axes.invert_yaxis()
     axes.set_xlabel("warp instructions executed by the cluster (emulated order, not hardware time)")
     axes.legend(

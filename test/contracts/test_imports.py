@@ -17,7 +17,8 @@ def test_import_brings_no_framework(module):
 
 
 def test_import_takes_under_a_fifth_of_a_second():
-    code = "import time; t = time.perf_counter(); import cudnn_dsa; print(time.perf_counter() - t)"
+    """Of the processor's time: the clock on the wall also counts what else the machine does."""
+    code = "import time; t = time.process_time(); import cudnn_dsa; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(3)) < 0.2
 
 
@@ -31,6 +32,16 @@ def test_every_public_name_loads_and_is_listed():
         _ = cudnn_dsa.nothing_of_the_kind
 
 
-def test_log_level_comes_from_the_environment():
-    code = "import os; os.environ['CUDNN_DSA_LOG'] = 'debug'; import cudnn_dsa, logging; "
-    assert run(code + "print(logging.getLogger('cudnn_dsa').level)") == "10"
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [("debug", 10), ("INFO", 20), ("warning", 30), ("1", 20), ("yes", 20), ("20", 20), ("0", 0), ("", 0)],
+)
+def test_log_level_comes_from_the_environment(value, level):
+    """No value keeps the package from being imported."""
+    code = f"import os; os.environ['CUDNN_DSA_LOG'] = {value!r}; import cudnn_dsa, logging; "
+    assert run(code + "print(logging.getLogger('cudnn_dsa').level)") == str(level)
+
+
+def test_a_log_level_that_does_not_exist_is_said():
+    code = "import os, sys; sys.stderr = sys.stdout; os.environ['CUDNN_DSA_LOG'] = 'loud'; import cudnn_dsa"
+    assert "CUDNN_DSA_LOG: expected debug, info, warning, error or critical, got 'loud'; it is info" in run(code)

@@ -14,6 +14,7 @@ from cudnn_dsa.contracts import (
     TensorSpec,
     UnsupportedError,
     check_alias,
+    check_apart,
     check_choice,
     check_device,
     check_dtype,
@@ -147,6 +148,31 @@ def test_overlap_is_never_missed(a, b):
     x, y = view_of(base, a), view_of(base, b)
     shared = bool(set(x.flatten().tolist()) & set(y.flatten().tolist()))
     assert may_overlap(describe(x), describe(y)) >= shared
+
+
+bounds = st.one_of(st.none(), st.integers(-12, 12))
+slices = st.builds(slice, bounds, bounds, st.sampled_from([-3, -2, -1, 1, 2, 3]))
+
+
+@settings(max_examples=500)
+@given(st.tuples(slices, slices), st.tuples(slices, slices), st.booleans())
+def test_overlap_is_never_missed_with_strides_of_either_sign(a, b, transposed):
+    """NumPy's views may walk backwards: their first element is not their lowest address."""
+    base = np.arange(80, dtype=np.int32).reshape(10, 8)
+    x, y = base[a], base[b].T if transposed else base[b]
+    shared = bool(np.intersect1d(x, y).size)
+    assert may_overlap(describe(x), describe(y)) >= shared
+    assert may_overlap(describe(y), describe(x)) >= shared
+    if not shared and x.size and y.size and (x.max() < y.min() or y.max() < x.min()):
+        assert not may_overlap(describe(x), describe(y))
+
+
+def test_a_view_that_walks_backwards_is_dense_and_apart_from_its_neighbour():
+    base = np.zeros((6, 10), np.float32)
+    left, right = describe(base[::-1, 3::-1]), describe(base[:, 4:])
+    assert not may_overlap(left, right)
+    assert may_overlap(left, describe(base[:, 3:]))
+    check_apart("dq", left)
 
 
 def test_column_slices_of_one_buffer_do_not_overlap():

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 
 from cudnn_dsa import backends
 from cudnn_dsa.contracts.sparse_attention import BACKENDS, CUDA_BACKENDS, CUDA_HEAD_DIMS, WIDE_DTYPES
-
-# CI draws the same examples every time; a developer's machine goes on looking.
-settings.register_profile("dsa-ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("dsa-ci")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 # Relative L2 against the kernel's oracle (docs/contract.md); LARGE_LOGITS replaces where it differs.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 5e-4}
-LARGE_LOGITS = {torch.float32: 5e-5, torch.float64: 1e-11}
+LARGE_LOGITS = {torch.float32: 5e-5}
 STAT_DTYPE = {torch.float64: torch.float64}
 
 
@@ -54,10 +54,10 @@ class Case:
             self.q, self.kv, self.topk_idxs, self.attn_sink, self.topk_length, self.softmax_scale, self.d_v
         )
 
-    def backward_oracle(self, delta=None):
+    def backward_oracle(self, delta=None, operand_dtype=torch.float64):
         return dsa_oracle.kernel_backward(
             self.q, self.kv, self.out, self.dout, self.lse, self.attn_sink, self.topk_idxs, self.topk_length, delta,
-            self.softmax_scale,
+            self.softmax_scale, operand_dtype,
         )  # fmt: skip
 
     def end_to_end_oracle(self, dlse=None):
@@ -262,13 +262,34 @@ def gradient_errors(name: str, case: Case, got: tuple, delta: torch.Tensor | Non
     }
 
 
+def rounding_errors(name: str, case: Case, got: tuple, delta: torch.Tensor | None = None) -> dict[str, float]:
+    """What rounding alone costs: the errors of float64 results that are rounded once to the dtypes of ``got``, with p
+    and ds rounded to the case's dtype before the matrix products or not, whichever is worse.
+
+    Over many terms and elements roundings average to half of the contract's bound (1.7e-3 in bf16). Of a result with
+    three elements, or of one query with five keys, each may be off by half a unit in the last place, 2**-8 in bf16.
+    """
+    worst: dict[str, float] = {}
+    for operand_dtype in (torch.float64, case.q.dtype):
+        exact = case.to("cpu").backward_oracle(None if delta is None else delta.cpu(), operand_dtype)
+        rounded = [None if have is None else want.to(have.dtype) for have, want in zip(got, exact[:3], strict=True)]
+        for key, error in gradient_errors(name, case, tuple(rounded), delta).items():
+            worst[key] = max(error, worst.get(key, 0.0))
+    return worst
+
+
 def assert_gradients(name: str, case: Case, got: tuple, delta: torch.Tensor | None = None, limit: float = 0) -> None:
-    """(dq, dkv, d_sink) are as close to the kernel's oracle as the contract asks, or ``limit`` where that is larger."""
+    """(dq, dkv, d_sink) are as close to the kernel's oracle as the contract asks.
+
+    A larger error passes up to ``limit``, or where rounding alone explains it (to 5%): see :func:`rounding_errors`.
+    """
     limit = max(limit, bound(name, case.q.dtype))
-    for (key, error), tensor in zip(gradient_errors(name, case, got, delta).items(), got, strict=False):
-        # An fp64 problem may ask for a result in fp32, which rounds at 6e-8.
-        narrow = case.q.dtype == torch.float64 and tensor.dtype == torch.float32
-        assert error <= (max(limit, 1e-7) if narrow else limit), f"{key}: relative error {error:.3g} > {limit}"
+    errors = gradient_errors(name, case, got, delta)
+    if max(errors.values()) > limit:
+        rounding = rounding_errors(name, case, got, delta)
+        for key, error in errors.items():
+            allowed = max(limit, 1.05 * rounding[key])
+            assert error <= allowed, f"{key}: relative error {error:.3g} > {allowed:.3g}"
 
 
 def bound(name: str, dtype: torch.dtype) -> float:

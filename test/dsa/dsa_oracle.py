@@ -63,11 +63,13 @@ def forward(q, kv, topk_idxs, attn_sink, topk_length, scale, d_v):
     return _weights(s, log_normaliser(lse, attn_sink), counts) @ kv[:, :d_v], lse
 
 
-def kernel_backward(q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, delta, scale):
+def kernel_backward(q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, delta, scale, operand_dtype=F64):
     """(dq, dkv, d_sink or None) in float64, from the tensors as given.
 
     A last entry holds, by name, the same gradients with every product and sum of absolute values: what an error that
     is relative to the terms, not to their cancelled sum, is compared with.
+
+    ``operand_dtype`` is a format that p and ds are rounded to before they are multiplied, as matrix instructions want.
     """
     d_v = out.shape[-1]
     counts = multiplicity(topk_idxs, topk_length, kv.shape[0])
@@ -83,8 +85,9 @@ def kernel_backward(q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, de
     p = _weights(s, z, counts)
     dp = torch.einsum("ihd,jd->ihj", dout, kv[:, :d_v])
     ds = p * (dp - delta[..., None]) * scale
-    dkv = torch.einsum("ihj,ihd->jd", ds, q)
-    dkv[:, :d_v] += torch.einsum("ihj,ihd->jd", p, dout)
+    p_operand, ds_operand = (_rounded(x, counts[:, None], operand_dtype) for x in (p, ds))
+    dkv = torch.einsum("ihj,ihd->jd", ds_operand, q)
+    dkv[:, :d_v] += torch.einsum("ihj,ihd->jd", p_operand, dout)
     d_sink = None
     if attn_sink is not None:
         share = torch.exp(torch.where(torch.isfinite(z), sink_as_used(attn_sink) - z, -torch.inf))
@@ -95,7 +98,16 @@ def kernel_backward(q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, de
     dkv_abs = torch.einsum("ihj,ihd->jd", ds_abs, q.abs())
     dkv_abs[:, :d_v] += torch.einsum("ihj,ihd->jd", p, dout.abs())
     terms = {"dq": ds_abs @ kv.abs(), "dkv": dkv_abs}
-    return ds @ kv, dkv, d_sink, terms
+    return ds_operand @ kv, dkv, d_sink, terms
+
+
+def _rounded(x: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded once to ``dtype``, each of its ``counts`` equal parts by itself, well inside of the format's range."""
+    if dtype == F64 or not x.any():
+        return x
+    part = x / counts.clamp(min=1)
+    gain = 2.0 ** (13 - math.floor(math.log2(part.abs().max())))
+    return (part * gain).to(dtype).to(F64) / gain * counts
 
 
 def end_to_end(q, kv, topk_idxs, attn_sink, topk_length, scale, d_v, dout, dlse=None):

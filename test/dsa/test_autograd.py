@@ -5,6 +5,7 @@ import itertools
 import dsa_oracle
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from dsa_cases import CASES, Sizes, make
 from torch.utils.checkpoint import checkpoint
 
@@ -112,6 +113,117 @@ def test_second_derivatives_raise_clearly(target):
     (dq,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not supported"):
         dq.sum().backward()
+
+
+def dual_call(case, name, requires_grad=False):
+    """The operator with a tangent on one of its inputs."""
+    with forward_ad.dual_level():
+        inputs = {"q": case.q, "kv": case.kv, "sink": case.attn_sink}
+        tensor = inputs[name].clone().requires_grad_(requires_grad)
+        return attend(case, **{**inputs, name: forward_ad.make_dual(tensor, torch.ones_like(tensor))})
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", ["q", "kv", "sink"])
+def test_forward_mode_is_refused_rather_than_zero(name, requires_grad):
+    case = make("sink", torch.float64, SMALL)
+    with pytest.raises(NotImplementedError, match="expected a tensor without a tangent, got a dual tensor"):
+        dual_call(case, name, requires_grad)
+
+
+def test_forward_mode_is_refused_by_the_operator_itself():
+    case = make("sink", torch.float64, SMALL)
+    with forward_ad.dual_level():
+        call = (forward_ad.make_dual(case.q, case.q), case.kv, case.topk_idxs, None, None, None, None)
+        with pytest.raises(NotImplementedError, match="q: expected a tensor without a tangent"):
+            torch.ops.cudnn_dsa.sparse_attention_forward(*call, False, "reference", None, False)
+
+
+def transforms(f, x):
+    return {
+        "jvp": lambda: torch.func.jvp(f, (x,), (x,)),
+        "jacfwd": lambda: torch.func.jacfwd(f)(x),
+        "forward-mode jacobian": lambda: torch.autograd.functional.jacobian(
+            f, x, vectorize=True, strategy="forward-mode"
+        ),
+        "grad": lambda: torch.func.grad(lambda x: f(x).sum())(x),
+        "vjp": lambda: torch.func.vjp(f, x),
+        "jacrev": lambda: torch.func.jacrev(f)(x),
+        "hessian": lambda: torch.func.hessian(lambda x: f(x).sum())(x),
+        "vmap of grad": lambda: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, x])),
+        "grad of vmap": lambda: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum())(torch.stack([x, x])),
+    }
+
+
+@pytest.mark.parametrize("transform", transforms(None, None))
+def test_derivatives_of_torch_func_are_refused_by_name(transform):
+    case = make("random", torch.float64, SMALL)
+    words = "without a tangent" if transform in ("jvp", "jacfwd", "forward-mode jacobian") else "use torch.autograd"
+    with pytest.raises(NotImplementedError, match=words):
+        transforms(lambda q: attend(case, q, case.kv), case.q)[transform]()
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "tangent"])
+def test_the_interface_refuses_what_torch_func_wraps(transform):
+    """It works on memory: without these refusals a tangent would be lost, and a batch has no address."""
+    case = make("random", torch.float64, SMALL)
+
+    def forward(q):
+        return cudnn_dsa.sparse_attention_forward_wrapper(q, case.kv, case.topk_idxs, backend="reference").out
+
+    def with_tangent():
+        with forward_ad.dual_level():
+            forward(forward_ad.make_dual(case.q, case.q))
+
+    calls = {
+        **transforms(forward, case.q),
+        "vmap": lambda: torch.func.vmap(forward)(torch.stack([case.q, case.q])),
+        "tangent": with_tangent,
+    }
+    with pytest.raises(NotImplementedError, match="q: expected a tensor"):
+        calls[transform]()
+
+
+def test_tensors_of_tensors_are_refused_by_name(tmp_path):
+    """A DTensor is refused everywhere; the interface, which works on memory, refuses whatever else wraps tensors."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    case = make("random", torch.float64, SMALL)
+    call = (case.q, case.kv, case.topk_idxs)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for place, name in enumerate(("q", "kv", "topk_idxs")):
+            wrapped = list(call)
+            wrapped[place] = distribute_tensor(call[place], mesh, [Replicate()])
+            for entry in (sparse_attention, cudnn_dsa.sparse_attention_forward_wrapper):
+                with pytest.raises(NotImplementedError, match=rf"{name}: expected .*, got a DTensor \(.*to_local\(\)"):
+                    entry(*wrapped)
+    finally:
+        dist.destroy_process_group()
+    both = TwoTensor(case.q, case.q)
+    with pytest.raises(NotImplementedError, match="q: expected a tensor with memory of its own, got a TwoTensor"):
+        cudnn_dsa.sparse_attention_forward_wrapper(both, *call[1:], backend="reference")
+    out = sparse_attention(both, *call[1:], softmax_scale=case.softmax_scale)  # unwrapped by the dispatcher
+    assert dsa_oracle.relative_error(out.a, case.out) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_loop_over_calls():
+    cases = [make("random", torch.float64, SMALL, seed) for seed in range(3)]
+    stacked = [torch.stack([getattr(c, name) for c in cases]) for name in ("q", "kv", "topk_idxs")]
+    out = torch.func.vmap(lambda q, kv, idxs: sparse_attention(q, kv, idxs))(*stacked)
+    for got, case in zip(out, cases, strict=True):
+        assert dsa_oracle.relative_error(got, case.forward_oracle()[0]) < 1e-12
+    # and so are batched gradients, which vectorised jacobians use
+    q = cases[0].q.requires_grad_()
+    seeds = torch.stack([c.dout for c in cases])
+    (batched,) = torch.autograd.grad(attend(cases[0], q, cases[0].kv), q, seeds, is_grads_batched=True)
+    for got, seed in zip(batched, seeds, strict=True):
+        cases[0].dout = seed
+        assert dsa_oracle.relative_error(got, cases[0].end_to_end_oracle()[0]) < 1e-10
 
 
 def test_no_gradient_no_saving():

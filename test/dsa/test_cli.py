@@ -12,6 +12,7 @@ from pathlib import Path
 import dsa_oracle as oracle
 import pytest
 import torch
+from dsa_memory import allocated_peak
 
 import cudnn_dsa
 from cudnn_dsa import backends
@@ -258,23 +259,41 @@ def test_full_sizes_where_everything_fits(monkeypatch):
 
 
 def test_peak_memory_sees_what_is_gone_afterwards():
+    """So much of it that what the kernel's own counters are off by (they are kept per core) does not matter."""
     mebibyte = 2**20
-    peak = memory.peak_bytes("cpu", lambda: torch.ones(16 * mebibyte, dtype=torch.float32).max())
+    peak = memory.peak_bytes("cpu", lambda: torch.ones(64 * mebibyte, dtype=torch.float32).max())
     if peak is None:
         pytest.skip("this system does not tell a process its peak")
-    assert 63 * mebibyte < peak < 96 * mebibyte
-    assert memory.peak_bytes("cpu", lambda: None) < 8 * mebibyte
+    assert 200 * mebibyte < peak < 320 * mebibyte
+    assert memory.peak_bytes("cpu", lambda: None) < 64 * mebibyte
 
 
-def test_the_estimate_of_the_plain_memory_holds():
-    plan = measure.Plan([], [], "cpu", "bfloat16", None, None, 1, 1.0, 0)
-    case = measure.Case(MODEL_SHAPES["v3.2"]._replace(topk=512), 16, 1024)
-    side = measure.PlainSide(measure.make_inputs(plan, case))
-    peak = memory.peak_bytes("cpu", lambda: (side.forward(), side.backward()))
-    if peak is None:
-        pytest.skip("this system does not tell a process its peak")
-    small = 8 * 2**20  # kv, its gradient, what libraries keep
-    assert peak - small < plain_bytes(16, 128, 512, 576, 2) < 3 * peak
+def test_peak_memory_is_the_high_water_mark_beyond_what_was_resident(monkeypatch, tmp_path):
+    status = tmp_path / "status"
+    monkeypatch.setattr(memory, "_STATUS", status)
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "clear_refs")
+
+    def say(peak, resident):
+        status.write_text(f"Name:\tpython\nVmHWM:\t{peak} kB\nVmRSS:\t  {resident} kB\n")
+
+    say(900, 100)
+    assert memory.peak_bytes("cpu", lambda: say(350, 120)) == 250 * 1024
+    assert (tmp_path / "clear_refs").read_text() == "5"  # the mark starts again
+    assert memory.peak_bytes("cpu", lambda: say(90, 80)) == 0
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "absent")
+    called = []
+    assert memory.peak_bytes("cpu", lambda: called.append(1)) is None
+    assert called
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", MODEL_SHAPES.values(), ids=list(MODEL_SHAPES))
+def test_the_estimate_of_the_plain_memory_holds(shape, dtype):
+    s_q, topk = 16, 512
+    plan = measure.Plan([], [], "cpu", dtype, None, None, 1, 1.0, 0)
+    side = measure.PlainSide(measure.make_inputs(plan, measure.Case(shape._replace(topk=topk), s_q, 2 * topk)))
+    peak = allocated_peak(lambda: (side.forward(), side.backward()))
+    assert peak < plain_bytes(s_q, shape.heads, topk, shape.head_dim, plan.torch_dtype.itemsize) < 2 * peak
 
 
 def test_bench_inputs_select_different_keys_everywhere():

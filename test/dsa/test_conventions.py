@@ -15,7 +15,7 @@ from cudnn_dsa import ContractError, local_to_global, lse_from_base2, lse_withou
 lengths = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths, st.data())
 def test_local_to_global_by_hand(q_lengths, data):
     kv_lengths = [data.draw(st.integers(0, 5)) for _ in q_lengths]
@@ -147,6 +147,27 @@ def test_check_names_a_foreign_out(monkeypatch):
     monkeypatch.setenv("CUDNN_DSA_CHECK", "1")
     with pytest.raises(ContractError, match="out: expected the forward's result"):
         call(case)
+
+
+@pytest.mark.parametrize(
+    ("s_q", "looked_at"), [(1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (7, [0, 2, 4, 6]), (10, [0, 3, 6, 9])]
+)
+def test_check_looks_at_rows_from_the_first_to_the_last(monkeypatch, s_q, looked_at):
+    """A forward that went wrong in one chunk of queries is most often wrong in a stretch of rows."""
+    monkeypatch.setenv("CUDNN_DSA_CHECK", "1")
+    case = make("sink", torch.bfloat16, Sizes(s_q=s_q))
+    for argument in ("lse", "out"):
+        right, seen = getattr(case, argument), []
+        for row in range(s_q):
+            wrong = right.clone()
+            wrong[row] += 1
+            setattr(case, argument, wrong)
+            try:
+                call(case)
+            except ContractError as error:
+                seen.append((error.argument, row))
+        setattr(case, argument, right)
+        assert seen == [(argument, row) for row in looked_at]
 
 
 @pytest.mark.parametrize("name", ["random", "sink"])

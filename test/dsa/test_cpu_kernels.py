@@ -157,6 +157,18 @@ def test_rows_longer_than_a_chunk(threads, dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, backward(case), strict=True) if a is not None)
 
 
+@pytest.mark.parametrize("gap", [0.4, 1.0, 2.2, 3.1])
+def test_long_lists_of_equal_terms(instruction_set, gap):
+    """Equal terms round to the same side again and again: one fp32 chain of 9000 was off by 5e-5."""
+    case = make("random", torch.float32, Sizes(s_q=1, s_kv=9000, heads=3, head_dim=16, topk=9000))
+    case.kv[1:] = case.kv[1]
+    case.q[..., 1:], case.q[..., 0], case.kv[:, 0] = 0, 1, 0
+    case.kv[0, 0] = gap / case.softmax_scale
+    out, lse = case.forward_oracle()
+    case.out, case.lse = out.float(), lse.float()
+    check("one_row_for_all", case)
+
+
 def test_addresses_beyond_32_bits():
     """kv and dkv of 2**31 elements and more; only the selected rows are ever touched, so it costs no memory."""
     rows, head_dim = 2**22 + 11, 520
@@ -180,6 +192,7 @@ def test_addresses_beyond_32_bits():
 MEMORY = """
 import sys, torch
 from pathlib import Path
+from dsa_memory import allocated_peak
 from cudnn_dsa.backends import cpu
 assert cpu.unavailable("cpu") is None
 torch.set_num_threads(2)
@@ -204,15 +217,22 @@ inputs = tensors(64, 16384, 16, 64, 8192)
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
 step(*inputs)
-print((peak() - before) * 1024)
+resident = (peak() - before) * 1024
+print(allocated_peak(lambda: step(*inputs)), resident)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through /proc")
 def test_memory_is_bounded():
-    """No (S_q, H, K) scores (34 MB here), no (S_q, K, D) gather (134 MB): outputs are 5 MB, the rest is tiles."""
-    result = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
-    assert int(result.stdout) < 16e6
+    """No (S_q, H, K) scores (34 MB here), no (S_q, K, D) gather (134 MB): outputs are 5 MB, the rest is tiles.
+
+    What torch hands out is the same on every run. Resident memory also has what torch does not see, and noise of MBs.
+    """
+    directory = {"cwd": Path(__file__).parent}
+    result = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True, **directory)
+    allocated, resident = map(int, result.stdout.split())
+    assert allocated < 12e6
+    assert resident < 32e6
 
 
 def test_calls_that_would_leave_the_tensors_are_refused():

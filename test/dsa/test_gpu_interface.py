@@ -145,8 +145,9 @@ def test_a_stream_of_another_kind_is_refused(target):
 
 
 def test_the_device_guard_follows_q(target, monkeypatch):
-    """The body runs with q's device current, whichever is current outside (seen through the guard's own calls)."""
+    """Where another device is current, q's is entered; with one device here, torch is made to say so."""
     case = on_gpu(target)
+    warm(target, case)
     seen = []
     real = torch.cuda.device
 
@@ -156,6 +157,7 @@ def test_the_device_guard_follows_q(target, monkeypatch):
             super().__init__(device)
 
     monkeypatch.setattr(torch.cuda, "device", Spy)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: case.q.device.index + 1)
     call(target, case)
     assert case.q.device in seen
 

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from dsa_cases import Sizes, assert_gradients, make
 
 import cudnn_dsa
-from cudnn_dsa import DSA, ContractError, SparseAttentionBackward, SparseAttentionForward, backends, interface
+from cudnn_dsa import (
+    DSA,
+    ContractError,
+    SparseAttentionBackward,
+    SparseAttentionForward,
+    admission,
+    backends,
+    interface,
+)
 from cudnn_dsa.backends import reference
 
 ORDER = {
@@ -198,6 +207,29 @@ def test_the_wrapper_stages_strided_outputs(target, accumulate):
     assert_gradients("random", case, (dq, dkv - 1.0 if accumulate else dkv, None), limit=1e-5)
 
 
+@pytest.mark.parametrize("name", ["q", "kv", "out", "dout", "lse", "attn_sink", "dq", "dkv", "d_sink"])
+def test_a_lazy_negation_is_carried_out(target, name):
+    """torch._neg_view, and the imaginary part of a conjugate, hold the negative of what their memory does."""
+    case = usual(target)
+    call = {**arguments(case), "softmax_scale": case.softmax_scale, "backend": target.backend}
+    outputs = {
+        "dq": torch.zeros_like(case.q),
+        "dkv": torch.zeros_like(case.kv),
+        "d_sink": torch.zeros_like(case.attn_sink),
+    }
+    call |= outputs
+    lazy = torch._neg_view(-call[name]) if name in arguments(case) else torch._neg_view(outputs[name])
+    assert lazy.is_neg()
+    result = cudnn_dsa.sparse_attention_backward_wrapper(
+        **{k: v for k, v in {**call, name: lazy}.items() if k != "d_sink"}
+    )
+    assert_gradients("sink", case, result)
+    result = interface.sparse_attention_backward(**{**call, name: lazy})
+    assert_gradients("sink", case, result)
+    if name in outputs:
+        assert result[name] is lazy
+
+
 def test_a_workspace_of_the_right_size_is_used(monkeypatch):
     case = make("sink", torch.float32, Sizes())
     seen = []
@@ -237,6 +269,28 @@ def test_deterministic_follows_torch(monkeypatch):
         torch.use_deterministic_algorithms(False)
     interface.sparse_attention_backward(**call, deterministic=True)
     assert seen == [False, True, False, True]
+
+
+@pytest.mark.parametrize("stream", ["abc", 1.5, True, [0], object()])
+def test_what_is_no_stream_is_refused_on_every_device(stream):
+    """Code that is tried out on a CPU does not get its first error on the cluster."""
+    case = make("sink", torch.float32, Sizes())
+    forward = (case.q, case.kv, case.topk_idxs)
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), backend="reference")
+    for call in (
+        lambda: plan.execute(**arguments(case), current_stream=stream),
+        lambda: cudnn_dsa.sparse_attention_backward_wrapper(**arguments(case), backend="reference", stream=stream),
+        lambda: cudnn_dsa.sparse_attention_forward_wrapper(*forward, backend="reference", stream=stream),
+        lambda: interface.sparse_attention_forward(*forward, backend="reference", current_stream=stream),
+    ):
+        with pytest.raises(TypeError, match="stream: expected a torch stream, an integer handle, a CUstream or None"):
+            call()
+
+
+def test_a_handle_means_nothing_on_a_cpu_and_is_taken():
+    case = make("sink", torch.float32, Sizes())
+    for stream in (None, 0, 7):
+        interface.sparse_attention_backward(**arguments(case), backend="reference", stream=stream)
 
 
 def test_two_streams_are_one_too_many():
@@ -297,12 +351,12 @@ def test_a_remembered_verdict_still_sees_aliases_and_changes():
 
 
 def test_the_memory_of_verdicts_is_bounded(monkeypatch):
-    monkeypatch.setattr(interface, "_VERDICTS_KEPT", 4)
-    monkeypatch.setattr(interface, "_verdicts", {})
+    monkeypatch.setattr(admission, "_VERDICTS_KEPT", 4)
+    monkeypatch.setattr(admission, "_verdicts", {})
     for s_q in range(1, 12):
         case = make("sink", torch.float32, Sizes(s_q=s_q))
         interface.sparse_attention_backward(**arguments(case), backend="reference")
-        assert len(interface._verdicts) <= 4
+        assert len(admission._verdicts) <= 4
 
 
 def test_writing_a_given_output_is_seen_by_autograd(target):
@@ -350,6 +404,18 @@ def test_the_kernel_key_holds_the_address_width_and_the_architecture():
     assert wide.wide_address
     assert wide.kernel_key("sm_90a") != problem.kernel_key("sm_90a")
     assert problem.kernel_key("sm_100a") != problem.kernel_key("sm_90a")
+
+
+def test_a_remembered_hash_stays_in_its_process():
+    """Problems and options are keys whose hash is kept; that of a string is another one in another process."""
+    problem, options = _problem(make("sink", torch.float32, Sizes())), admission.BACKWARD
+    for thing, other in ((problem, replace(problem, heads=7)), (options, replace(options, block_tile=128))):
+        assert hash(thing) == hash(thing) == hash(replace(thing))
+        assert hash(thing) != hash(other)
+        again = pickle.loads(pickle.dumps(thing))
+        assert "_hash" not in vars(again)
+        assert again == thing
+        assert hash(again) == hash(thing)
 
 
 def test_a_workspace_apart_from_every_other_tensor(monkeypatch):

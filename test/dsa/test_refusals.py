@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dsa_cases import Case, Sizes, make
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn_dsa
@@ -122,7 +122,7 @@ def refused(entry, call, name):
         assert caught.value.argument == name, str(caught.value)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(st.data())
 def test_one_broken_property_is_refused_everywhere(no_backend, data):
     call = data.draw(valid_calls())
@@ -139,7 +139,7 @@ def test_one_broken_property_is_refused_everywhere(no_backend, data):
         refused(lambda c: plan_of(c).check_support(), {**call, "d_sink": None}, name)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(valid_calls())
 def test_the_unbroken_call_reaches_a_backend(no_backend, call):
     """The breaks above are refused for their break: without it the backend is entered."""
@@ -150,7 +150,7 @@ def test_the_unbroken_call_reaches_a_backend(no_backend, call):
         wrapper_call(call)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.data())
 def test_a_missing_tensor_is_refused(no_backend, data):
     call = data.draw(valid_calls())
@@ -160,7 +160,7 @@ def test_a_missing_tensor_is_refused(no_backend, data):
             entry({**call, name: None})
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.data())
 def test_aliased_outputs_are_refused(no_backend, data):
     call = data.draw(valid_calls())
@@ -174,7 +174,7 @@ def test_aliased_outputs_are_refused(no_backend, data):
             plan_of(call).check_support()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.data())
 def test_strided_tensors_are_refused_by_plans_and_strided_outputs_by_the_interface(no_backend, data):
     call = data.draw(valid_calls())
@@ -198,7 +198,7 @@ def test_strided_tensors_are_refused_by_plans_and_strided_outputs_by_the_interfa
         wrapper_call(call)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(st.data())
 def test_forward_refuses_one_broken_property(no_backend, data):
     call = data.draw(valid_calls())

@@ -1,8 +1,6 @@
-"""The choice of tiles: what may be chosen, what is remembered, and that nothing in the file is trusted."""
+"""The choice of tiles: what may be chosen, what is remembered, and that nothing in the cache is trusted."""
 
 import importlib.util
-import json
-import stat
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from dsa_cases import Sizes, make
 
 from cudnn_dsa import interface
+from cudnn_dsa.artifact import cache
 from cudnn_dsa.contracts.sparse_attention import Options
 
 if importlib.util.find_spec("triton") is None:
@@ -79,7 +78,7 @@ def test_deterministic_is_pinned_to_what_is_shipped(problem, monkeypatch):
 def test_nothing_is_tuned_under_graph_capture(problem, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert tune(problem, monkeypatch, lambda config: 1) == []
-    assert not tuning.cache_file().exists()
+    assert cache.CACHE.entries() == []
 
 
 def test_what_does_not_fit_is_neither_run_nor_chosen(problem, monkeypatch):
@@ -90,7 +89,8 @@ def test_what_does_not_fit_is_neither_run_nor_chosen(problem, monkeypatch):
     assert not {first, second} & set(ran)
     narrower = [config for config in tuning.legal(problem) if config.block_h < first.block_h]
     forget(monkeypatch)
-    tuning.cache_file().unlink()
+    for entry in cache.CACHE.entries():
+        entry.unlink()
     ran = tune(problem, monkeypatch, lambda config: 1, lambda config: config in narrower)
     assert ran == [config for config in narrower if config.block_h == narrower[0].block_h]
     tuning.tune(replace(problem, heads=1), lambda config: False, lambda config: None)
@@ -98,45 +98,24 @@ def test_what_does_not_fit_is_neither_run_nor_chosen(problem, monkeypatch):
         tuning.choose(problem, lambda config: False)
 
 
-def test_the_directory_is_the_users_own(problem, monkeypatch):
-    tune(problem, monkeypatch, lambda config: 1)
-    file = tuning.cache_file()
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    assert [path.name for path in file.parent.iterdir()] == [file.name], "a temporary file was left behind"
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[1]", '{"KEY": 7}', '{"KEY": {"block_h": 64}}', '{"KEY": {"block_h": 4096, "block_n": 64}}'],
-)
-def test_a_damaged_or_foreign_file_is_as_good_as_none(problem, content):
-    file = tuning.cache_file()
-    file.parent.mkdir(parents=True)
-    file.write_text(content.replace("KEY", tuning.key(problem, problem.device)))
+@pytest.mark.parametrize("content", [7, [1], {}, {"block_h": 64}, {"block_h": 4096, "block_n": 64}])
+def test_a_foreign_entry_is_as_good_as_none(problem, content):
+    cache.CACHE.put_value(tuning._digest(tuning.key(problem, problem.device)), content)
     assert tuning.choose(problem, everything) == tuning.legal(problem)[0]
 
 
 def test_a_choice_that_is_not_legal_is_ignored(problem):
     illegal = replace(tuning.legal(problem)[0], num_warps=2)
-    file = tuning.cache_file()
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({tuning.key(problem, problem.device): asdict(illegal)}))
+    cache.CACHE.put_value(tuning._digest(tuning.key(problem, problem.device)), asdict(illegal))
     assert tuning.choose(problem, everything) == tuning.legal(problem)[0]
 
 
-def test_choices_of_other_processes_are_kept(problem):
-    tuning._write("mine", {"a": 1})
-    file = tuning.cache_file()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "theirs": {"b": 2}}))
-    tuning._write("mine again", {"c": 3})
-    assert set(json.loads(file.read_text())) == {"mine", "theirs", "mine again"}
-
-
-def test_the_file_is_bounded(problem, monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_ENTRIES", 3)
+def test_what_is_remembered_is_bounded(problem, monkeypatch):
+    monkeypatch.setattr(tuning, "MAX_REMEMBERED", 3)
     for i in range(5):
-        tuning._write(f"key {i}", {})
-    assert list(json.loads(tuning.cache_file().read_text())) == ["key 2", "key 3", "key 4"]
+        tuning._write(f"key {i}", {"choice": i})
+    assert len(tuning._memory) <= 3
+    assert [tuning._read(f"key {i}") for i in range(5)] == [{"choice": i} for i in range(5)]
 
 
 def test_a_directory_that_cannot_be_written_to_costs_only_the_memory(problem, monkeypatch, tmp_path):

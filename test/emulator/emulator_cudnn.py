@@ -143,32 +143,43 @@ def backward(p: Problem, **options: Any) -> tuple[Gpu, dict[str, Any]]:
     return gpu, grads
 
 
-def backward_sm90(p: Problem, **options: Any) -> tuple[Gpu, dict[str, Any]]:
-    """The frontend's Hopper backward, which compiles from its arguments on first use, under emulation for sm_90a."""
+def backward_entry(p: Problem, arch: str = "sm_90a", types: dict[Any, Any] | None = None, **options: Any):
+    """The frontend's low-level entry point, its checks and its compilation from the arguments included.
+
+    ``types`` replaces entries of the table from which the kernel's element type is read. Returns (device, gradients).
+    """
     import cuda.bindings.driver as driver
     from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm90 as hopper
+    from cudnn.deepseek_sparse_attention.sparse_attention_backward import _interface_sm100 as blackwell
 
+    module = hopper if arch == "sm_90a" else blackwell
+    run = hopper.flash_attn_bwd_sm90 if arch == "sm_90a" else blackwell.flash_attn_bwd_sm100
+    size = (
+        hopper.flash_attn_bwd_sm90_workspace_size if arch == "sm_90a" else blackwell.flash_attn_bwd_sm100_workspace_size
+    )
     queries, tokens, heads = p.q.shape[0], p.kv.shape[0], p.plan.heads
-    convert = hopper.to_cute_tensor
+    convert = module.to_cute_tensor
     replaced = {
         "all": lambda *_: True,  # the check that every tensor is a CUDA tensor
         "_get_device_capability": lambda *_: 9,
+        "_device_capability": lambda *_: (10, 0),
         "resolve_stream": lambda _: driver.CUstream(0),
         "memset_zero_async": lambda pointer, n, _: ctypes.memset(pointer, 0, n),
         "to_cute_tensor": lambda t, *a, **k: convert(AsCuda(t), *a, **k),
     }
-    size = hopper.flash_attn_bwd_sm90_workspace_size(queries, tokens, p.plan.head_dim, heads)
-    workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
+    workspace = torch.full((size(queries, tokens, p.plan.head_dim, heads),), 0xFF, dtype=torch.uint8)
     nan = float("nan")
     grads = {"dq": torch.full_like(p.q, nan), "dkv": torch.full_like(p.kv, nan), "d_sink": torch.zeros(heads)}
+    outputs = {name: grads[name] for name in ("dq", "dkv", "d_sink")}
     with contextlib.ExitStack() as stack:
-        gpu = stack.enter_context(emulate("sm_90a", **options))
+        gpu = stack.enter_context(emulate(arch, **options))
         for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(hopper, name, value, create=True))
+            stack.enter_context(mock.patch.object(module, name, value, create=True))
+        if types is not None:
+            stack.enter_context(mock.patch.dict(module.torch2cute_dtype_map, types))
+            stack.enter_context(mock.patch.object(run, "compile_cache", {}))
         stack.enter_context(mock.patch.object(torch.cuda.nvtx, "range", return_value=contextlib.nullcontext()))
-        hopper.flash_attn_bwd_sm90(
-            p.q, p.kv, p.out, p.dout, p.lse, p.sink, p.indices, grads["dq"], grads["dkv"], grads["d_sink"], workspace
-        )
+        run(p.q, p.kv, p.out, p.dout, p.lse, p.sink, p.indices, workspace=workspace, **outputs)
     return gpu, grads
 
 

@@ -37,6 +37,8 @@ INTEGER = {
     "mad.lo.u64": (64, 3, lambda a, b, c: a * b + c),
     "mad.hi.s32": (32, 3, lambda a, b, c: ((signed(a, 32) * signed(b, 32)) >> 32) + c),
     "min.s32": (32, 2, lambda a, b: min(signed(a, 32), signed(b, 32))),
+    "min.relu.s32": (32, 2, lambda a, b: max(0, min(signed(a, 32), signed(b, 32)))),
+    "max.relu.s32": (32, 2, lambda a, b: max(0, signed(a, 32), signed(b, 32))),
     "max.u32": (32, 2, max),
     "min.u64": (64, 2, min),
     "max.s64": (64, 2, lambda a, b: max(signed(a, 64), signed(b, 64))),

@@ -7,9 +7,11 @@ and dS to bf16 on the way (as the hardware's users see), which is why the bound 
 from __future__ import annotations
 
 import pytest
-from emulator_cudnn import PLANS, Plan, backward, backward_sm90, compiled, errors, problem, torch
+from emulator_cudnn import PLANS, Plan, backward, backward_entry, compiled, errors, problem, torch
 
 from cute_emulator import HazardError
+
+cutlass = pytest.importorskip("cutlass")
 
 BOUND = 4e-3
 
@@ -27,7 +29,7 @@ def test_gradients(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_of_the_hopper_kernel(seed: int) -> None:
     p = problem(Plan("sm90", 64, 64, 512), queries=2)
-    gpu, grads = backward_sm90(p, seed=seed)
+    gpu, grads = backward_entry(p, seed=seed)
     assert gpu.report.hazards == []
     assert any(shape.startswith("wgmma bf16 RS") for launch in gpu.report.launches for shape in launch.mma)
     assert max(errors(p, grads).values()) < BOUND
@@ -57,22 +59,32 @@ def test_the_schedule_does_not_change_what_is_executed() -> None:
 
 
 def test_bf16_kernel_fed_fp16_data_is_wrong_without_an_error() -> None:
-    """A public bug: the kernel's types were fixed to bf16, and fp16 tensors passed. Bits are read as another format."""
-    p = problem(PLANS["H64 D512"], dtype=torch.float16)
-    for name in ("q", "kv", "out", "dout"):
-        setattr(p, name, getattr(p, name).view(torch.bfloat16))
-    _, grads = backward(p)
-    dq = grads["dq"].view(torch.float16).double()
-    right = (dq - p.expected["dq"]).abs() <= 0.05 * p.expected["dq"].abs()  # False where dq is NaN
+    """A public bug: the kernel's element type was bf16 whatever the tensors were. fp16 tensors pass every check."""
+    p = problem(PLANS["H64 D512"], queries=2, dtype=torch.float16)
+    _, grads = backward_entry(p, "sm_100a")
+    assert max(errors(p, grads).values()) < BOUND  # typed as the tensors are
+    _, grads = backward_entry(p, "sm_100a", types={torch.float16: cutlass.BFloat16})
+    right = (grads["dq"].double() - p.expected["dq"]).abs() <= 0.05 * p.expected["dq"].abs()  # False where dq is NaN
     assert right.double().mean() < 0.1
+    assert errors(p, grads)["d_sink"] < 1e-5  # of a kernel that reads its tensors' own type: nothing gives it away
+
+
+def test_a_compiled_plan_refuses_other_types_and_shapes() -> None:
+    """What stands before the two bugs today: the launchable knows its arguments' types and shapes."""
+    with pytest.raises(ValueError, match="Mismatched Tensor"):
+        backward(problem(PLANS["H64 D512"], queries=2, dtype=torch.float16))
+    p = problem(PLANS["H64 D512"], queries=2)
+    p.dout = p.dout.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"Mismatched mdO.shape\[0\]"):
+        backward(p)
 
 
 def test_dout_with_swapped_dimensions_is_wrong_without_an_error() -> None:
-    """A public bug: dout laid out as (heads, queries, D_v) where the kernel reads (queries, heads, D_v)."""
-    p = problem(PLANS["H64 D512"], queries=2)
-    p.dout = p.dout.transpose(0, 1).contiguous().view(p.dout.shape)
-    _, grads = backward(p)
-    assert min(errors(p, grads)[name] for name in ("dq", "dkv")) > 0.5
+    """A public bug: dout laid out as (heads, queries, D_v); with as many queries as heads no check can see it."""
+    p = problem(PLANS["H64 D512"], queries=64, keys=64)
+    p.dout = p.dout.transpose(0, 1).contiguous()
+    _, grads = backward_entry(p, "sm_100a")
+    assert min(errors(p, grads).values()) > 0.5
 
 
 def test_a_hazard_is_raised_and_names_both_places() -> None:

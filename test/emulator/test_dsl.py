@@ -13,7 +13,7 @@ import cutlass.cute as cute  # noqa: E402
 import emulator_kernels as kernels  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
-from cute_emulator import ExecutionError, HazardError, emulate  # noqa: E402
+from cute_emulator import AsCuda, ExecutionError, HazardError, emulate  # noqa: E402
 
 SWIZZLES = {"none": (0, 4, 3), "32B": (1, 4, 3), "64B": (2, 4, 3), "128B": (3, 4, 3), "128B atom 32B": (2, 5, 2)}
 WIDTH = {"none": 64, "32B": 16, "64B": 32, "128B": 64, "128B atom 32B": 64}
@@ -97,3 +97,69 @@ def test_a_broken_tensor_copy_is_caught(name: str) -> None:
         caught = not (torch.equal(plain, source) and torch.equal(target, 2 * source))
     assert broken[0][1] == 1, "the line to break is not there"
     assert caught
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("rows", [7, 64])
+def test_gather_by_cp_async(arch: str, rows: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    source = torch.randn(100, 72, generator=g).bfloat16()
+    indices = torch.randint(-20, 100, (rows,), generator=g).int()
+    target = torch.full((rows, 72), float("nan")).bfloat16()
+    with emulate(arch, seed=rows) as gpu:
+        arguments = tuple(from_dlpack(AsCuda(t), assumed_align=16) for t in (source, indices, target))
+        cute.compile(kernels.gather, *arguments, rows)(*arguments)
+    expected = torch.where(indices[:, None] >= 0, source[indices.clamp(min=0).long()], torch.zeros(()).bfloat16())
+    assert torch.equal(target, expected)
+    assert gpu.report.launches[0].counters["copy_async"] == int((indices >= 0).sum()) * 144
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_bulk_reduction(arch: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    source = torch.randint(-1000, 1000, (5, 256), generator=g).float()
+    target = torch.randint(-1000, 1000, (256,), generator=g).float()
+    expected = target + source.sum(0)
+    with emulate(arch, seed=2) as gpu:
+        arguments = tensor(source), tensor(target)
+        cute.compile(kernels.bulk_reduce, *arguments, 256, 5)(*arguments)
+    assert torch.equal(target, expected)
+    assert gpu.report.launches[0].counters["tma_reduce"] == 5 * 1024
+
+
+@pytest.mark.parametrize("ctas", [2, 4])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_exchange_in_a_cluster(arch: str, ctas: int) -> None:
+    source = torch.randint(-1000, 1000, (ctas, 128), generator=torch.Generator().manual_seed(ctas)).float()
+    target = torch.zeros_like(source)
+    arguments = tensor(source), tensor(target)
+    with emulate(arch, seed=1):
+        f = cute.compile(kernels.exchange, *arguments, ctas)
+        f(*arguments)
+    assert torch.equal(target, source.sum(0).flip(0).expand_as(target))
+    with pytest.raises(HazardError, match="read after write"), emulate(arch, transform=without_the_first_barrier):
+        f(*arguments)
+
+
+def without_the_first_barrier(ptx: str) -> str:
+    for what in ("arrive", "wait"):
+        ptx, n = re.subn(rf"barrier\.cluster\.{what}[^;]*;", "", ptx, count=1)
+        assert n
+    return ptx
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_one_warp_with_ldmatrix_mma_sync_and_stmatrix(arch: str, transposed: bool) -> None:
+    g = torch.Generator().manual_seed(4)
+    a = torch.randint(-3, 4, (32, 48), generator=g).half()
+    b = torch.randint(-3, 4, (16, 48), generator=g).half()
+    d = torch.full((32, 16), float("nan")).half()
+    ptx = []
+    with emulate(arch, transform=lambda text: ptx.append(text) or text) as gpu:
+        arguments = tensor(a), tensor(b), tensor(d)
+        cute.compile(kernels.warp_mma, *arguments, transposed)(*arguments)
+    assert torch.equal(d, (a.float() @ b.float().T).half())
+    assert ("ldmatrix.sync.aligned.m8n8.x4.trans" in ptx[0]) == transposed
+    assert "stmatrix.sync.aligned.m8n8" in ptx[0]
+    assert gpu.report.launches[0].flops == 2 * 32 * 16 * 48

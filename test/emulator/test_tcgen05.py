@@ -225,6 +225,15 @@ def test_accumulation_and_negation() -> None:
     assert report.mma == {"tcgen05 f16 SS cta_group::1 128x32x16": (2, 2 * 2 * 128 * N * K)}
 
 
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_the_fences_between_threads_change_nothing(side: str) -> None:
+    fence = f"tcgen05.fence::{side}_thread_sync;\n  "
+    text = program(True).replace("tcgen05.ld", fence + "tcgen05.ld", 1)
+    assert fence in text
+    _, got, expected = run(128, True, None, (False, 128), text=text)
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_illegal_descriptors_are_errors() -> None:
     for change, message in ((2 << 46, "version"), (1 << 61, "layout 1"), (3 << 49, "base offset")):
         a, b = operands(128, False)

@@ -26,7 +26,9 @@ def test_command_line(tmp_path, capsys) -> None:
     assert picture.stat().st_size > 0
     out = capsys.readouterr().out
     assert "no hazards" in out
-    assert "CTA 0 warp  1 |" in out
+    assert "CTA 0 warp  1 epilogue |" in out
+    assert "modelled bound on B200" in out
+    assert "modelled bound on H200" in out
     assert main([str(path), "--list"]) == 0
     assert ".u64 p0 (8 bytes)" in capsys.readouterr().out
     assert main([str(path), "uint64[8]=zeros"]) == 2
@@ -48,6 +50,45 @@ def test_bound_is_the_slowest_unit() -> None:
     device = DEVICES["H200"]
     assert b.parts["device memory (no reuse in L2)"] == pytest.approx(64 * 8 / device.memory)
     assert "a model" in str(b)
+
+
+def test_roles_are_named_by_what_warps_do() -> None:
+    """Warps 0 and 1 reduce, warp 2 copies, warp 3 computes nothing."""
+    body = """  shr.u32 %r1, %r0, 5;
+  setp.lt.u32 %p1, %r1, 2;
+  setp.eq.u32 %p2, %r1, 2;
+  mov.u32 %r2, buffer;
+  @%p1 red.global.add.u32 [%q0], %r0;
+  @%p2 cp.async.ca.shared.global [%r2], [%q0+16], 4;
+  cp.async.wait_all;
+"""
+    text = kernel(body, 1, shared=".shared .align 16 .b8 buffer[16];\n")
+    report = run_ptx(text, (2,), (128,), [np.zeros(8, np.uint32)])
+    found = [(r.warps, r.name, r.work) for r in report.roles()]
+    assert found == [
+        ("0-1", "reduction", {"atomics": 4}),
+        ("2", "cp.async producer", {"cp.async": 2}),
+        ("3", "other", {}),
+    ]
+    assert sum(r.instructions for r in report.roles()) == report.counters["instructions"]
+    assert sum(r.share for r in report.roles()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 8), (5, 8), (16, 3), (0, 8)])
+def test_useful_flops_leave_padding_out(rows: int, columns: int) -> None:
+    """mma.sync.m16n8k16 with ones in the first rows of A and columns of B, zeros elsewhere."""
+    a, b = np.zeros((16, 16), np.float16), np.zeros((8, 16), np.float16)
+    a[:rows], b[:columns] = 1, 1
+    body = "  shr.u32 %r1, %r0, 2;\n  and.b32 %r2, %r0, 3;\n  shl.b32 %r3, %r1, 5;\n  mad.lo.u32 %r3, %r2, 4, %r3;\n"
+    body += "  cvt.u64.u32 %d1, %r3;\n  add.u64 %d2, %q1, %d1;\n  add.u64 %d3, %q2, %d1;\n"
+    for i, at in enumerate((0, 256, 16, 272)):
+        body += f"  ld.global.b32 %r{10 + i}, [%d2+{at}];\n"
+    body += "  ld.global.b32 %r14, [%d3];\n  ld.global.b32 %r15, [%d3+16];\n  mov.f32 %f1, 0f00000000;\n"
+    body += "  mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f2, %f3, %f4, %f5}, {%r10, %r11, %r12, %r13}, "
+    body += "{%r14, %r15}, {%f1, %f1, %f1, %f1};\n"
+    report = run_ptx(kernel(body, 3), 1, 32, [np.zeros(1), a, b])
+    assert report.flops == 2 * 16 * 8 * 16
+    assert report.useful_flops == 2 * rows * columns * 16
 
 
 def test_bank_conflicts() -> None:

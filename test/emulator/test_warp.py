@@ -290,8 +290,8 @@ def test_errors_name_the_line_and_the_tensor() -> None:
         run_ptx(kernel("  mov.b32 %r1, 500000;\n  st.shared.b32 [%r1], %r0;\n", 1), 1, 32, [out])
     with pytest.raises(UnsupportedInstruction, match=r"PTX line 19: frobnicate.b32 %r1, %r2"):
         run_ptx(kernel("  frobnicate.b32 %r1, %r2;\n", 1), 1, 32, [out])
-    with pytest.raises(UnsupportedInstruction, match=r"add.cc.u32"):
-        run_ptx(kernel("  add.cc.u32 %r1, %r2, %r3;\n", 1), 1, 32, [out])
+    with pytest.raises(UnsupportedInstruction, match=r"fma.rz.bf16"):
+        run_ptx(kernel("  fma.rz.bf16 %h1, %h2, %h3, %h4;\n", 1), 1, 32, [out])
 
 
 @pytest.mark.parametrize(

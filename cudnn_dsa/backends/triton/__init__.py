@@ -60,6 +60,12 @@ def prepare(problem: Problem) -> None:
     plans.prepare(problem)
 
 
+def fingerprint(problem: Problem) -> str | None:
+    from cudnn_dsa.backends.triton import plans
+
+    return plans.fingerprint(problem)
+
+
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
     from cudnn_dsa.backends.triton import plans
 

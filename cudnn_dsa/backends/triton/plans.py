@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from typing import Any
 
 import torch
 
+from cudnn_dsa.artifact.key import digest, program_text
 from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.backends.triton import tuning
 from cudnn_dsa.backends.triton.backward_kernel import backward_kernel
@@ -151,6 +153,16 @@ def prepare(problem: Problem) -> None:
         config_of.cache_clear()
         # One small call: it loads every kernel of the path, PyTorch's fill and cast among them.
         sample_runner(replace(problem, s_q=1, s_kv=64))(config_of(problem))
+
+
+def fingerprint(problem: Problem) -> str | None:
+    if interpreted():
+        return None
+    parts = {
+        "text": program_text(__name__), "triton": metadata.version("triton"), "config": asdict(config_of(problem)),
+        "key": repr(problem.kernel_key("")),
+    }  # fmt: skip
+    return digest(parts)
 
 
 def sample_runner(problem: Problem) -> Callable[[Config], None]:

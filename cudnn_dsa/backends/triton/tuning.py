@@ -1,19 +1,15 @@
 """Tile configurations: what is legal, what is shipped, what was measured on this machine.
 
 A configuration is chosen per (device kind, kernel): shipped defaults first; ``tune`` measures the legal ones and keeps
-the fastest in a JSON file in the user's cache directory. A choice is only ever read back if it is one of the legal
-ones, so nothing in the file is trusted. Under ``deterministic`` the shipped choice is used and nothing is measured:
-another tile shape would round differently.
+the fastest in the user's cache (``cudnn_dsa.artifact.cache``). A choice is only ever read back if it is one of the
+legal ones, so nothing in the cache is trusted. Under ``deterministic`` the shipped choice is used and nothing is
+measured: another tile shape would round differently.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
-import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +17,15 @@ from typing import Any
 
 import torch
 
+from cudnn_dsa.artifact import cache
+from cudnn_dsa.artifact.key import digest
 from cudnn_dsa.backends.triton import launch
 from cudnn_dsa.contracts.sparse_attention import Problem
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of the file; part of its name
-MAX_ENTRIES = 1000
+FORMAT = 1  # of a choice
+MAX_REMEMBERED = 1000
 REPETITIONS = 5
 
 
@@ -95,7 +93,7 @@ def choose(problem: Problem, fits: Callable[[Config], bool]) -> Config:
     """The measured choice if there is one, else the first legal configuration that fits the device."""
     candidates = legal(problem)
     if not problem.deterministic:
-        measured = _read().get(key(problem, problem.device))
+        measured = _read(key(problem, problem.device))
         for config in candidates:
             if measured == asdict(config) and fits(config):
                 return config
@@ -115,7 +113,7 @@ def tune(problem: Problem, fits: Callable[[Config], bool], run: Callable[[Config
         run: launches it once on the current stream.
     """
     name = key(problem, problem.device)
-    if problem.deterministic or name in _read() or torch.cuda.is_current_stream_capturing():
+    if problem.deterministic or _read(name) is not None or torch.cuda.is_current_stream_capturing():
         return
     times: dict[Config, float] = {}
     for config in legal(problem):
@@ -158,47 +156,28 @@ def _size_class(n: Any) -> int:
     return 1 << (int(n) - 1).bit_length()
 
 
-# The file. Its content is kept in memory, so that a launch reads no disk.
-
-_lock = threading.Lock()
-_memory: dict[Path, dict[str, Any]] = {}
+# Choices that were read, so that a launch reads no disk; (directory, key) -> the choice, None where there is none.
+_memory: dict[tuple[Path, str], Any] = {}
 
 
-def cache_file() -> Path:
-    """``$CUDNN_DSA_CACHE_DIR`` (default ``~/.cache/cudnn_dsa``), with the choices of all device kinds in one file."""
-    directory = os.environ.get("CUDNN_DSA_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "cudnn_dsa")
-    return Path(directory) / f"triton-tuning-{FORMAT}.json"
-
-
-def _read() -> dict[str, Any]:
-    path = cache_file()
-    with _lock:
-        if path not in _memory:
-            _memory[path] = _load(path)
-        return _memory[path]
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read(name: str) -> Any:
+    entry = (cache.directory(), name)
+    if entry not in _memory:
+        _remember(entry, cache.CACHE.get_value(_digest(name)))
+    return _memory[entry]
 
 
 def _write(name: str, choice: dict[str, Any]) -> None:
-    """Add a choice; another process's choices since the last read are kept. A directory that cannot be written to only
-    means that the choice is forgotten at the end of the process."""
-    path = cache_file()
-    with _lock:
-        entries = {**_load(path), **_memory.get(path, {}), name: choice}
-        entries = dict(list(entries.items())[-MAX_ENTRIES:])
-        _memory[path] = entries
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-            with os.fdopen(handle, "w") as file:
-                json.dump(entries, file, indent=1, sort_keys=True)
-            os.replace(temporary, path)
-        except OSError as error:
-            logger.warning("triton: the tuned choice is not kept on disk: %s", error)
+    """Without a directory that can be written to the choice is forgotten at the end of the process."""
+    _remember((cache.directory(), name), choice)
+    cache.CACHE.put_value(_digest(name), choice)
+
+
+def _remember(entry: tuple[Path, str], choice: Any) -> None:
+    if len(_memory) >= MAX_REMEMBERED:
+        _memory.clear()
+    _memory[entry] = choice
+
+
+def _digest(name: str) -> str:
+    return digest({"triton tuning": FORMAT, "key": name})

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 def free_bytes(device: str) -> int:
@@ -38,7 +39,7 @@ def peak_bytes(device: str, call: Callable[[], object]) -> int | None:
     try:
         # Freed memory that the C library keeps would be used again without growing the process.
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
+        _CLEAR.write_text("5")
         before = _kibibytes(_STATUS.read_text(), "VmRSS")
     except (OSError, AttributeError, KeyError):
         call()

@@ -55,7 +55,10 @@ def _plain(low: Lowering, ins: Instruction, handler: str, types: list[str], imme
 def arithmetic(low: Lowering, ins: Instruction) -> None:
     o, t = ins.parts[0], ins.type
     n = len(ins.operands)
-    if any(p in ins.parts for p in ("cc", "noftz", "oob")):
+    if ins.has("cc"):
+        with_carry(low, ins)
+        return
+    if any(p in ins.parts for p in ("noftz", "oob")):
         raise ins.unsupported("modifier")
     if t in _HALF:
         if ins.parts[-2] == "f32":
@@ -76,7 +79,8 @@ def arithmetic(low: Lowering, ins: Instruction) -> None:
         return
     if o in ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "fma"):
         raise ins.unsupported()
-    if ins.has("sat") or ins.has("relu"):
+    relu = ins.has("relu") and o in ("min", "max") and t == "s32"
+    if ins.has("sat") or (ins.has("relu") and not relu):
         raise ins.unsupported("modifier")
     operation = o
     if o in ("mul", "mad", "mul24"):
@@ -90,6 +94,9 @@ def arithmetic(low: Lowering, ins: Instruction) -> None:
     if operation == "abs":
         it = f"s{bits_of(t)}"
     _plain(low, ins, f"{operation}.{it}", [t] * n)
+    if relu:
+        d = low.destination(ins, ins.operands[0], 32)
+        low.emit("max.s32", (d, low.source(ins, ins.operands[0], t), low.constant(0, 32)))
 
 
 def _mixed(low: Lowering, ins: Instruction, o: str, t: str, n: int) -> None:
@@ -127,6 +134,11 @@ def _floating(low: Lowering, ins: Instruction, o: str, t: str, n: int) -> None:
             + (".nan" if ins.has("NaN") else "")
             + (".xorsign" if ins.has("xorsign") else "")
         )
+        if n == 4:  # of three values: one after the other
+            t1, a, b, c = low.temporary(32), *(low.source(ins, x, t) for x in ins.operands[1:])
+            low.raw(f"{name}.{t}", (t1, a, b))
+            low.emit(f"{name}.{t}", (low.destination(ins, ins.operands[0], 32), t1, c))
+            return
         _plain(low, ins, f"{name}.{t}", types)
         return
     if o not in ("add", "sub", "mul", "fma", "div"):
@@ -135,6 +147,29 @@ def _floating(low: Lowering, ins: Instruction, o: str, t: str, n: int) -> None:
         _plain(low, ins, f"{o}.directed.{t}", types, (rounding, flags))
         return
     _plain(low, ins, f"{o}{_flags(ins) if t == 'f32' else ''}.{t}", types)
+
+
+@unit("addc", "subc", "madc")
+def with_carry(low: Lowering, ins: Instruction) -> None:
+    """Extended-precision arithmetic: the condition code is a predicate of the warp."""
+    o, t = ins.parts[0], f"u{bits_of(ins.type)}"
+    a, b = (low.source(ins, x, ins.type) for x in ins.operands[1:3])
+    wide = bits_of(ins.type)
+    if o[:3] == "mad":
+        product = low.temporary(wide)
+        low.raw(f"mul.{'hi' if ins.has('hi') else 'lo'}.{ins.type if ins.has('hi') else t}", (product, a, b))
+        a, b = product, low.source(ins, ins.operands[3], ins.type)
+    carry_in = low.condition_code() if o.endswith("c") else NONE
+    carry_out = low.condition_code() if ins.has("cc") else NONE
+    d = low.destination(ins, ins.operands[0], wide)
+    low.emit(f"add_carry.{t}", (d, a, b, carry_in, carry_out), (int(o[:3] == "sub"),))
+
+
+@unit("dp4a", "dp2a")
+def dot(low: Lowering, ins: Instruction) -> None:
+    signed = [int(p[0] == "s") for p in ins.parts[-2:]]
+    wide = ins.parts[0] == "dp2a"
+    _plain(low, ins, "dot", ["b32"] * 4, (*signed, 2 if wide else 4, 2 * ins.has("hi")))
 
 
 @unit("and", "or", "xor", "not")

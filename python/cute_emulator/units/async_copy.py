@@ -8,8 +8,8 @@ import re
 from ..lowering import NONE, Instruction, Lowering, unit
 from ..ptx import split_operands
 
-_REDUCTIONS = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "inc": 6, "dec": 7}
-_TYPES = {
+REDUCTIONS = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "inc": 6, "dec": 7}
+REDUCTION_TYPES = {
     "u8": 0,
     "b8": 0,
     "u16": 1,
@@ -85,8 +85,8 @@ def _bulk(low: Lowering, ins: Instruction) -> None:
         return
     reduction, type_ = -1, 0
     if ins.has("reduce"):
-        reduction = next(_REDUCTIONS[p] for p in ins.parts if p in _REDUCTIONS)
-        type_ = _TYPES[ins.type]
+        reduction = next(REDUCTIONS[p] for p in ins.parts if p in REDUCTIONS)
+        type_ = REDUCTION_TYPES[ins.type]
     spaces = [p.split("::")[0] for p in ins.parts if p.split("::")[0] in ("global", "shared")]
     if len(spaces) != 2 or any(p.startswith("cp_mask") for p in ins.parts):
         raise ins.unsupported()
@@ -132,12 +132,48 @@ def _tensor(low: Lowering, ins: Instruction) -> None:
         barrier, barrier_offset = _shared(low, ins, o[2])
         if ins.has("multicast::cluster"):
             mask = low.source(ins, o[3], "b16")
-    reduction = next((_REDUCTIONS[p] for p in ins.parts if p in _REDUCTIONS), -1) if ins.has("reduce") else -1
+    reduction = next((REDUCTIONS[p] for p in ins.parts if p in REDUCTIONS), -1) if ins.has("reduce") else -1
     low.emit(
         "tensor.copy",
         (to, tensor_map, barrier, mask, *coordinates),
         (dims, int(load), offset, barrier_offset, reduction, int(gather), int(ins.has("cta_group::2"))),
     )
+
+
+# field: (word, shift, bits, second word, what is added); a dimension's fields lie one word or byte further each
+_MAP_FIELDS = {
+    "global_address": (0, 0, 64, 1, 0),
+    "rank": (2, 4, 3, -1, 0),
+    "elemtype": (2, 7, 4, -1, 0),
+    "swizzle_mode": (2, 13, 2, -1, 0),
+}
+
+
+@unit("tensormap")
+def tensormap(low: Lowering, ins: Instruction) -> None:
+    o = ins.operands
+    if ins.has("cp_fenceproxy"):
+        (to, to_offset), (source, offset) = low.address(ins, o[0], 64), _shared(low, ins, o[1])
+        low.emit("tensormap.publish", (to, source), (to_offset, offset))
+        return
+    what = ins.parts[3]
+    ordinal = int(o[1], 0) if len(o) > 2 else 0
+    fields = _MAP_FIELDS | {
+        "box_dim": (13, 24, 8, -1, -1) if ordinal == 0 else (14, 8 * (ordinal - 1), 8, -1, -1),
+        "global_dim": (8 + ordinal, 0, 32, -1, -1),
+        "global_stride": (3 + ordinal, 0, 36, 4 * ordinal, 0),
+    }
+    if what not in fields:
+        raise ins.unsupported(f"field {what}")
+    word, shift, bits, second, plus = fields[what]
+    shared = any(p.startswith("shared") for p in ins.parts)
+    a, offset = low.address(ins, o[0], 32 if shared else 64)
+    value = low.source(ins, o[-1], "b64" if ins.type == "b64" else "b32")
+    if ins.type != "b64":
+        wide = low.temporary(64)
+        low.raw("widen", (wide, value))
+        value = wide
+    low.emit("tensormap.replace", (a, value), (offset, int(shared), word, shift, bits, second, plus))
 
 
 @unit("clusterlaunchcontrol")

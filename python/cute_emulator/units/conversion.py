@@ -11,6 +11,9 @@ _ROUNDING = {"rn": 0, "rz": 1, "rm": 2, "rp": 3, "rna": 4}
 
 @unit("cvt")
 def cvt(low: Lowering, ins: Instruction) -> None:
+    if ins.has("pack"):
+        _pack(low, ins)
+        return
     d, s = ins.parts[-2], ins.parts[-1]
     mods = ins.parts[1:-2]
     for m in mods:
@@ -29,6 +32,8 @@ def cvt(low: Lowering, ins: Instruction) -> None:
         emit(f"cvt.{d}.f32", ["f32", "f32"], 32, rounding, relu + 2 * finite)
     elif d in ("e4m3x2", "e5m2x2") and s == "f32":
         emit("cvt.fp8x2.f32", ["f32", "f32"], 32, int(d == "e5m2x2"), relu)
+    elif d in ("e4m3x2", "e5m2x2") and s in ("f16x2", "bf16x2"):
+        emit("cvt.fp8x2.half2", ["b32"], 32, int(d == "e5m2x2"), relu, int(s == "bf16x2"))
     elif d == "f16x2" and s in ("e4m3x2", "e5m2x2"):
         emit("cvt.f16x2.fp8x2", ["b16"], 32, int(s == "e5m2x2"))
     elif d in ("bf16", "f16") and s == "f32":
@@ -57,6 +62,16 @@ def cvt(low: Lowering, ins: Instruction) -> None:
         emit(f"cvt.f16.{s}", [f"b{max(bits_of(s), 16)}"], 32, rounding, int(d == "bf16"))
     else:
         raise ins.unsupported()
+
+
+def _pack(low: Lowering, ins: Instruction) -> None:
+    """``cvt.pack.sat.u8.s32.b32 d, a, b, c``; without c for 16-bit results."""
+    t = next(p for p in ins.parts[2:] if p in ("u8", "s8", "u16", "s16"))
+    if "s32" not in ins.parts:
+        raise ins.unsupported()
+    a, b = (low.source(ins, x, "b32") for x in ins.operands[1:3])
+    c = low.source(ins, ins.operands[3], "b32") if len(ins.operands) > 3 else low.constant(0, 32)
+    low.emit("pack_saturated", (low.destination(ins, ins.operands[0], 32), a, b, c), (bits_of(t), int(t[0] == "s")))
 
 
 def _integer(low: Lowering, ins: Instruction, d: str, s: str, sat: int) -> None:

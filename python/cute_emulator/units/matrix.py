@@ -1,4 +1,4 @@
-"""PTX ISA, Warp Level Matrix Instructions: ldmatrix, stmatrix, mma.sync."""
+"""PTX ISA, Warp Level Matrix Instructions: ldmatrix, stmatrix, movmatrix, mma.sync."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def matrices(low: Lowering, ins: Instruction) -> None:
         raise ins.unsupported("number of registers")
     r = [low.source(ins, x, "b32") if store else low.optional(ins, x, 32) for x in names]
     low.emit(ins.parts[0], (a, *r), (offset, n, int(ins.has("trans"))))
+
+
+@unit("movmatrix")
+def transpose(low: Lowering, ins: Instruction) -> None:
+    source = low.source(ins, ins.operands[1], "b32")
+    low.emit("movmatrix", (low.destination(ins, ins.operands[0], 32), source))
 
 
 @unit("mma")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from ..lowering import Instruction, Lowering, bits_of, unit
+from ..lowering import NONE, Instruction, Lowering, bits_of, unit
 from ..ptx import split_operands
+from .async_copy import REDUCTION_TYPES, REDUCTIONS
 
 _SPACES = {"global": 0, "shared": 1, "local": 2, "generic": 3, "const": 0}
 _GENERIC_SHARED = -(2 << 48)  # 0xfffe << 48 as a signed 64-bit number
@@ -99,6 +100,12 @@ def ld(low: Lowering, ins: Instruction) -> None:
         raise ins.unsupported("registers of different widths in a vector")
     wide = int(64 in widths)
     if space == "param":
+        result = low.call_parameter(ins, ins.operands[1])
+        if result and n == 1:
+            bits = 64 if wide else 32
+            target = low.destination(ins, names[0], bits)
+            low.emit(f"mov.u{bits}", (target, low.source(ins, result, f"b{bits}")))
+            return
         m = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]", ins.operands[1])
         if m and m.group(1) in low.parameters:
             d = [low.optional(ins, x, 64 if wide else 32) for x in names]
@@ -112,13 +119,27 @@ def ld(low: Lowering, ins: Instruction) -> None:
 
 @unit("st")
 def st(low: Lowering, ins: Instruction) -> None:
-    if ins.parts[1] in ("async", "bulk"):
-        raise ins.unsupported()
+    if ins.parts[1] == "async":
+        _asynchronous(low, ins, -1)
+        return
+    if ins.parts[1] == "bulk":
+        if space_of(ins) != "shared" or ins.operands[2] != "0":
+            raise ins.unsupported()
+        a, offset = address(low, ins, ins.operands[0], "shared")
+        low.emit("st.bulk", (a, low.source(ins, ins.operands[1], "b64")), (offset,))
+        return
     _check(ins)
     space, n = space_of(ins), _vector(ins)
     bits = bits_of(ins.type)
     names = _list(ins.operands[1])
-    if len(names) != n or space == "param":
+    if space == "param":
+        parameter = low.call_parameter(ins, ins.operands[0])
+        if parameter is None or n != 1 or bits not in (32, 64):
+            raise ins.unsupported()
+        value = low.source(ins, names[0], ins.type)
+        low.emit(f"mov.u{bits}", (low.destination(ins, parameter, bits), value))
+        return
+    if len(names) != n:
         raise ins.unsupported()
     a, offset = address(low, ins, ins.operands[0], space)
     wide = bits == 64
@@ -130,7 +151,8 @@ def st(low: Lowering, ins: Instruction) -> None:
 @unit("atom", "red")
 def atomic(low: Lowering, ins: Instruction) -> None:
     if ins.parts[1] == "async":
-        raise ins.unsupported()
+        _asynchronous(low, ins, next(REDUCTIONS[p] for p in ins.parts if p in REDUCTIONS))
+        return
     operation = next((p for p in ins.parts[1:] if p in _ATOMIC), None)
     if operation is None:
         raise ins.unsupported()
@@ -138,7 +160,7 @@ def atomic(low: Lowering, ins: Instruction) -> None:
     space, n, t = space_of(ins), _vector(ins), ins.type
     returns = ins.parts[0] == "atom"
     rest = ins.operands[1:] if returns else ins.operands
-    if t == "b128" or t in ("f16", "bf16"):
+    if t == "b128":
         raise ins.unsupported()
     bits = bits_of(t)
     handler_type = t if t[0] == "f" or t.startswith("bf") or t[0] == "s" else f"u{bits}"
@@ -149,6 +171,30 @@ def atomic(low: Lowering, ins: Instruction) -> None:
     names = _list(ins.operands[0]) if returns else ["_"] * n
     d = [low.optional(ins, x, slot) for x in names]
     low.emit(f"atom.{handler_type}", (a, *d, *values), (offset, n, _ATOMIC[operation], _SPACES[space]))
+
+
+def _asynchronous(low: Lowering, ins: Instruction, reduction: int) -> None:
+    """st.async and red.async that an mbarrier counts."""
+    n, bits = _vector(ins), bits_of(ins.type)
+    if not ins.has("mbarrier::complete_tx::bytes") or space_of(ins) != "shared" or bits < 32:
+        raise ins.unsupported()
+    (a, offset), (b, b_offset) = (address(low, ins, ins.operands[i], "shared") for i in (0, 2))
+    values = [low.source(ins, x, ins.type) for x in _list(ins.operands[1])]
+    if len(values) != n:
+        raise ins.unsupported("vector length")
+    low.emit("st.async", (a, b, *values), (offset, b_offset, n, int(bits == 64), reduction, REDUCTION_TYPES[ins.type]))
+
+
+@unit("call")
+def call(low: Lowering, ins: Instruction) -> None:
+    """``call (result), vprintf, (format, arguments)``: the only function there is."""
+    o = ins.operands
+    if "vprintf" not in o:
+        raise ins.unsupported("functions are not modelled")
+    at = o.index("vprintf")
+    f, arguments = (low.source(ins, x, "b64") for x in split_operands(o[at + 1].strip("() ")))
+    result = low.destination(ins, o[0].strip("() "), 32) if at else NONE
+    low.emit("vprintf", (result, f, arguments))
 
 
 @unit("cvta")

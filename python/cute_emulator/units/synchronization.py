@@ -17,11 +17,18 @@ def bar(low: Lowering, ins: Instruction) -> None:
         else:
             low.emit("cluster.wait", ())
         return
-    if parts[0] not in ("sync", "arrive"):
+    if parts[0] not in ("sync", "arrive", "red"):
         raise ins.unsupported()
-    number = low.source(ins, ins.operands[0], "b32")
-    threads = low.source(ins, ins.operands[1], "b32") if len(ins.operands) > 1 else NONE
-    low.emit("bar", (number, threads), (int(parts[0] == "sync"),))
+    reduces = parts[0] == "red"
+    o = ins.operands[1:] if reduces else ins.operands
+    vote = low.predicate(ins, o[-1]) if reduces else NONE
+    rest = o[:-1] if reduces else o
+    number = low.source(ins, rest[0], "b32")
+    threads = low.source(ins, rest[1], "b32") if len(rest) > 1 else NONE
+    low.emit("bar", (number, threads, vote), (int(parts[0] != "arrive"),))
+    if reduces:
+        mode = ("popc", "and", "or").index(parts[1])
+        low.emit("bar.result", (low.destination(ins, ins.operands[0], 32 if mode == 0 else 1),), (mode,))
 
 
 @unit("membar", "fence")
@@ -56,8 +63,6 @@ def mbarrier(low: Lowering, ins: Instruction) -> None:
         else:
             low.emit("mbarrier.complete_tx", (a, n), (offset,))
     elif what in ("arrive", "arrive_drop"):
-        if ins.has("noComplete"):
-            raise ins.unsupported()
         if o[0].startswith("["):
             o = ["_", *o]
         a, offset = _shared_address(low, ins, o[1])

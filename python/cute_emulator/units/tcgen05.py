@@ -1,5 +1,5 @@
 """PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.alloc, dealloc, relinquish_alloc_permit, ld, st,
-wait, mma, commit, fence."""
+wait, mma, cp, commit, fence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from .matrix import registers
 
 _SHAPES = {"32x32b": 0, "16x64b": 1, "16x128b": 2, "16x256b": 3, "16x32bx2": 4}
 _REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
+_COPIES = {
+    "128x256b": 0,
+    "4x256b": 1,
+    "128x128b": 2,
+    "64x128b.warpx2::02_13": 3,
+    "64x128b.warpx2::01_23": 4,
+    "32x128b.warpx4": 5,
+}
 _KINDS = {"kind::f16": 0, "kind::tf32": 1, "kind::f8f6f4": 2}
 
 
@@ -24,8 +32,10 @@ def tcgen05(low: Lowering, ins: Instruction) -> None:
         low.emit("tmem.dealloc", (low.source(ins, o[0], "b32"), low.source(ins, o[1], "b32")))
     elif what == "relinquish_alloc_permit":
         low.emit("tmem.relinquish", ())
-    elif what == "fence":
-        low.emit("nop", ())
+    elif what in ("fence::before_thread_sync", "fence::after_thread_sync"):
+        low.emit("nop", ())  # code motion only; what must have completed is a wait's or a commit's matter
+    elif what == "cp":
+        _copy(low, ins)
     elif what == "wait::ld":
         low.emit("tmem.wait_ld", ())
     elif what == "wait::st":
@@ -48,7 +58,7 @@ def _move(low: Lowering, ins: Instruction, what: str) -> None:
     if ins.has("red") or ins.has("stat"):
         raise ins.unsupported()
     packed = ins.has("pack::16b") or ins.has("unpack::16b")
-    n = _REGISTERS[shape] * repeat // (2 if packed else 1) or 1
+    n = _REGISTERS[shape] * repeat
     where, vector = (ins.operands[1], ins.operands[0]) if what == "ld" else (ins.operands[0], ins.operands[-1])
     names = registers(vector)
     if len(names) != n:
@@ -59,10 +69,20 @@ def _move(low: Lowering, ins: Instruction, what: str) -> None:
     low.emit(f"tmem.{what}", (a, *r), (_SHAPES[shape], n, int(packed), offset, split))
 
 
+def _copy(low: Lowering, ins: Instruction) -> None:
+    shape = ".".join(ins.parts[3:])  # a decompression would follow
+    if shape not in _COPIES:
+        raise ins.unsupported()
+    a, offset = low.address(ins, ins.operands[0], 32)
+    descriptor = low.source(ins, ins.operands[1], "b64")
+    low.emit("tcgen05.cp", (a, descriptor), (offset, _COPIES[shape], 2 if ins.has("cta_group::2") else 1))
+
+
 def _mma(low: Lowering, ins: Instruction) -> None:
     kind = next((p for p in ins.parts if p.startswith("kind::")), "")
-    if kind not in _KINDS or any(p in ins.parts for p in ("ws", "sp", "block_scale", "ashift")):
+    if kind not in _KINDS or any(p in ins.parts for p in ("sp", "block_scale", "ashift")):
         raise ins.unsupported()
+    stationary = ins.has("ws")
     o = list(ins.operands)
     d, d_offset = low.address(ins, o[0], 32)
     in_tmem = o[1].startswith("[")
@@ -73,6 +93,8 @@ def _mma(low: Lowering, ins: Instruction) -> None:
     if rest and rest[0].startswith("{"):
         disabled = [low.source(ins, x, "b32") for x in registers(rest.pop(0))]
     enable = low.predicate(ins, rest[0]) if rest else low.constant(0xFFFFFFFF, 1)
+    if stationary and len(rest) > 1:
+        raise ins.unsupported("a mask of zero columns")
     scale = int(rest[1], 0) if len(rest) > 1 else 0
     group = 2 if ins.has("cta_group::2") else 1
     if disabled and len(disabled) != 4 * group:
@@ -80,5 +102,5 @@ def _mma(low: Lowering, ins: Instruction) -> None:
     low.emit(
         "tcgen05.mma",
         (d, a, b, idesc, enable, *disabled),
-        (_KINDS[kind], group, int(in_tmem), d_offset, a_offset, len(disabled), scale),
+        (_KINDS[kind], group, int(in_tmem), d_offset, a_offset, len(disabled), scale, int(stationary)),
     )

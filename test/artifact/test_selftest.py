@@ -1,0 +1,214 @@
+"""The self-test: right kernels pass once, wrong ones are refused, whatever is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cutlass")
+
+from artifact_demo import backend  # noqa: E402
+
+import cute_emulator  # noqa: E402
+from cudnn_dsa import backends, selftest  # noqa: E402
+from cudnn_dsa.__main__ import main  # noqa: E402
+from cudnn_dsa.artifact import library  # noqa: E402
+from cudnn_dsa.artifact.driver import install  # noqa: E402
+from cudnn_dsa.backends import reference  # noqa: E402
+from cudnn_dsa.cli.aot import problems  # noqa: E402
+from cudnn_dsa.cli.shapes import ModelShape  # noqa: E402
+from cudnn_dsa.contracts import UnsupportedError  # noqa: E402
+from cudnn_dsa.contracts.sparse_attention import Problem  # noqa: E402
+
+
+class Fake(SimpleNamespace):
+    """What stands for a backend module."""
+
+    __hash__ = object.__hash__
+
+
+SMALL = ModelShape("small", heads=3, head_dim=576, topk=200)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDNN_DSA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(selftest, "_passed", set())
+    monkeypatch.setattr(library, "_artifacts", {})
+
+
+def variants(dtype: str, **changes: Any) -> Iterator[Problem]:
+    """Every kernel key of a small model, on the CPU."""
+    for problem in problems(SMALL, [dtype], False):
+        yield replace(problem, device="cpu", **changes)
+
+
+def problem(direction: str, **changes: Any) -> Problem:
+    """With a sink and lengths."""
+    return [p for p in variants("bfloat16", **changes) if p.direction == direction][-1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("topk", [1, 100, 113, 200])
+def test_a_right_backend_passes_every_variant(dtype: str, topk: int) -> None:
+    """The C++ kernels, which round once, where they are built; else the reference, whose arithmetic is fp32 here."""
+    cpu = backends.load("cpu")
+    right = cpu if cpu.unavailable("cpu") is None else reference
+    for p in variants(dtype, topk=topk):
+        for q in (p, replace(p, accumulate=True, dkv_dtype="float32")) if p.direction == "backward" else (p,):
+            errors = selftest.compare(right, q)
+            assert set(errors) == (
+                {"dq", "dkv", *(["d_sink"] if q.has_sink else [])} if q.direction == "backward" else {"out", "lse"}
+            )
+            assert all(error <= selftest._tolerance(name, q) / 3 for name, error in errors.items()), (q, errors)
+
+
+def test_the_reference_alone_passes() -> None:
+    for p in variants("bfloat16"):
+        assert max(selftest.compare(reference, p).values()) < 3e-3
+
+
+def test_a_large_problem_is_tested_on_its_own_kernels() -> None:
+    large = replace(problem("backward"), s_kv=2**31 // 576 + 1)
+    tiny = selftest._tiny(large)
+    assert tiny.s_kv == selftest.S_KV
+    assert tiny.kernel_key("a") == large.kernel_key("a")
+    assert tiny.kernel_key("a") != selftest._tiny(problem("backward")).kernel_key("a")
+
+
+def _wrong(change: Any) -> Any:
+    """The reference with its result changed."""
+
+    def call(direction: str) -> Any:
+        def run(p: Problem, tensors: Any, workspace: Any, stream: Any) -> None:
+            getattr(reference, direction)(p, tensors, workspace, stream)
+            change(tensors)
+
+        return run
+
+    return Fake(
+        workspace_bytes=lambda p: 0, forward=call("forward"), backward=call("backward"), fingerprint=lambda p: "wrong",
+        __name__="package.wrong",
+    )  # fmt: skip
+
+
+# What kernels get wrong: (direction, change of the tensors after a right result).
+WRONG = {
+    "one key of one query": ("backward", lambda t: t.dkv[t.topk_idxs[1][t.topk_idxs[1] >= 0][0]].zero_()),
+    "one row of dq": ("backward", lambda t: t.dq[2, 1].zero_()),
+    "the empty row": ("backward", lambda t: t.dq[0, 0, 0].fill_(0.5)),
+    "a scale": ("backward", lambda t: t.dq.mul_(1.02)),
+    "the rotary columns": ("backward", lambda t: t.dq[..., 512:].neg_()),
+    "one NaN": ("backward", lambda t: t.dkv[3, 3].fill_(float("nan"))),
+    "an unwritten sink gradient": ("backward", lambda t: t.d_sink[2].fill_(float("nan"))),
+    "a sink gradient of bf16": ("backward", lambda t: t.d_sink.copy_(t.d_sink.bfloat16())),
+    "a tile of columns": ("forward", lambda t: t.out[..., 64:128].zero_()),
+    "an lse in base 2": ("forward", lambda t: t.lse.mul_(1.4427)),
+    "an lse of +inf for the empty row": ("forward", lambda t: t.lse.neg_() if t.lse.isinf().any() else None),
+    "an lse of one key too few": ("forward", lambda t: t.lse.sub_(0.02)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_refused_and_says_what_differed(name: str) -> None:
+    direction, change = WRONG[name]
+    with install(SimpleNamespace(kind="a device")), pytest.raises(UnsupportedError, match="allowed: ") as caught:
+        selftest.ensure(_wrong(change), problem(direction))
+    assert "kernels that compute what the reference does on a device" in str(caught.value)
+    (verdict,) = selftest.verdicts()
+    assert (verdict["passed"], verdict["backend"], verdict["kind"]) == (False, "wrong", "a device")
+
+
+def test_what_a_kernel_does_not_write_is_found() -> None:
+    nothing = Fake(workspace_bytes=lambda p: 64, backward=lambda *a: None, forward=lambda *a: None)
+    for direction in ("forward", "backward"):
+        assert min(selftest.compare(nothing, problem(direction)).values()) == float("inf")
+
+
+def test_a_verdict_is_remembered_by_device_kind_and_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(selftest, "compare", lambda b, p: compared.append(b.fingerprint(p)) or {"dq": errors[-1]})
+    errors = [0.0]
+    fingerprints = ["first"]
+    tested = Fake(fingerprint=lambda p: fingerprints[-1], __name__="tested")
+
+    def ensure(kind: str, passes: bool = True) -> None:
+        with install(SimpleNamespace(kind=kind)):
+            if passes:
+                selftest.ensure(tested, problem("backward"))
+            else:
+                with pytest.raises(UnsupportedError):
+                    selftest.ensure(tested, problem("backward"))
+
+    ensure("H200")
+    ensure("H200")
+    assert compared == ["first"]
+    ensure("B200")
+    fingerprints.append("second")
+    ensure("B200")
+    assert compared == ["first", "first", "second"]
+    errors.append(1.0)
+    ensure("B200")
+    ensure("H200", passes=False)
+    ensure("H200", passes=False)
+    assert compared[3:] == ["second", "second"], "a failure is tested again, success is not"
+    errors.append(0.0)
+    ensure("H200")
+    fingerprints.append(None)
+    ensure("never tested")
+    assert len(compared) == 6
+    assert [(v["kind"], v["passed"]) for v in selftest.verdicts()] == [("B200", True)] * 2 + [("H200", True)] * 2
+
+
+def test_on_silicon_a_kernel_that_passed_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while a graph is captured nothing is tested."""
+    calls: list[Problem] = []
+    monkeypatch.setattr(selftest, "_verify", lambda b, p: calls.append(p))
+    capturing = [True]
+    monkeypatch.setattr(selftest, "_capturing", lambda device: capturing[-1])
+    for state in (True, False, False, True):
+        capturing.append(state)
+        selftest.ensure(reference, replace(problem("backward"), s_q=len(capturing)))
+    assert len(calls) == 1
+    selftest.ensure(reference, replace(problem("backward"), heads=9))
+    assert len(calls) == 1
+    capturing.append(False)
+    selftest.ensure(reference, replace(problem("backward"), heads=9))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_an_emulated_kernel_passes_and_a_broken_one_is_refused(arch: str, capsys) -> None:
+    p = problem("backward")
+    with cute_emulator.device(arch) as device:
+        selftest.ensure(backend, p)
+        launches = len(device.report.launches)
+        assert launches == 1
+        selftest.ensure(backend, p)
+        assert len(device.report.launches) == launches, "tested twice"
+
+    changed = []
+
+    def add_the_factor(ptx: str) -> str:
+        """A sum where the product with the row's factor was."""
+        changed.append(re.subn(r"mul\.rn\.f32|mul\.f32|mul\.ftz\.f32", "add.f32", ptx, count=1))
+        return changed[-1][0]
+
+    with cute_emulator.device(arch, transform=add_the_factor), pytest.raises(UnsupportedError, match=r"dq \d"):
+        selftest.ensure(backend, p)
+    assert changed[0][1] == 1, "the line to break is not there"
+    assert {(v["kind"], v["passed"]) for v in selftest.verdicts()} == {
+        ("emulator sm_90a", True), ("emulator sm_90a, altered kernels", False),
+    }  # fmt: skip
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"backend +emulator sm_90a +1 +0\n", text)
+    assert re.search(r"backend +emulator sm_90a, altered kernels +0 +1\n", text)
+    assert "FAILED: " in text
