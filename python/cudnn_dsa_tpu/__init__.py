@@ -5,6 +5,6 @@ Importing this package imports jax and never torch. See docs/tpu.md for the user
 
 from cudnn_dsa_tpu.attention import SegmentIds, splash_attention
 from cudnn_dsa_tpu.block_sizes import BlockSizes
-from cudnn_dsa_tpu.ring import ring_attention
+from cudnn_dsa_tpu.ring import local_seq_len, ring_attention
 
-__all__ = ["BlockSizes", "SegmentIds", "ring_attention", "splash_attention"]
+__all__ = ["BlockSizes", "SegmentIds", "local_seq_len", "ring_attention", "splash_attention"]
