@@ -9,6 +9,7 @@ from cudnn_dsa_tpu.chips import MIB, Chip
 from cudnn_dsa_tpu.contracts import Problem
 
 NUM_LANES = 128
+NUM_SUBLANES = 8
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
