@@ -45,6 +45,7 @@ class Problem:
         head_dim, head_dim_v: D of queries and keys, D_v of values.
         dtype: of q, k and v.
         scale: of the logits.
+        fixed_m: a kernel with a fixed m may run.
     """
 
     num_heads: int
@@ -57,6 +58,7 @@ class Problem:
     head_dim_v: int
     dtype: str
     scale: float
+    fixed_m: bool = False
 
     @property
     def scale_log2e(self) -> float:
@@ -133,7 +135,7 @@ def check_attention(
 
 
 def check_metadata(metadata: Any, num_heads: int, q_tiles: int) -> None:
-    """The kernel's table for a fixed m is [2, H, q tiles], fp32; a 2-D array would be taken for the m of another head."""
+    """The kernel's table for a fixed m is [2, H, q tiles], fp32; of a 2-D array it would read m at the wrong place."""
     spec = _spec("metadata", metadata)
     check_shape("metadata", spec, (2, "H", "q_tiles"), Dims(H=num_heads, q_tiles=q_tiles))
     check_dtype("metadata", spec, ("float32",))

@@ -13,19 +13,20 @@ C(N) = 127 - 8 - ceil(log2 N).
 
 **No weight is flushed (strict gate).** s_j - m >= -U - ceil(U) + C. With W = C + 125, U <= floor(W/2) gives
 U + ceil(U) <= W and exponents of at least -125. Centering the keys does not widen this: m follows from the bound U, not
-from the largest logit that occurs. (N = 4096, U = 231.01, so m = 125: of keys half at a = log2(7.5)/2 and half at -a, the latter have
-exponents of -126.45, vanish, and take 2 of 17 parts of the mass with them, if all of W is used as the gate.)
+from the largest logit that occurs. (N = 4096, U = 231.01, so m = 125: of keys half at a = log2(7.5)/2 and half at -a,
+the latter have exponents of -126.45, vanish, and take 2 of 17 parts of the mass with them, if all of W is used as the
+gate.)
 
-**No product is flushed that counts.** A weight that survives may still vanish when it is multiplied with a value: at the
-gate a query whose logits all are -U has weights of 2^-125, and half of the values of a standard normal v would give
-products below 2^-126. What the weights sum up to decides: by Jensen's inequality sum_j 2^s_j >= N 2^mean(s), and mean(s)
-= scale log2(e) q k_mean is cheap. 2 N flushed products and sums, relative to it, move out by at most
-2^(m - 125 - mean(s)). A fixed m is used where that is at most 2^-40.
+**No product is flushed that counts.** A weight that survives may still vanish when it is multiplied with a value: at
+the gate a query whose logits all are -U has weights of 2^-125, and half of the values of a standard normal v would give
+products below 2^-126. What the weights sum up to decides: by Jensen's inequality sum_j 2^s_j >= N 2^mean(s), and
+mean(s) = scale log2(e) q k_mean is cheap. 2 N flushed products and sums, relative to it, move out by at most 2^(m - 125
+- mean(s)). A fixed m is used where that is at most 2^-40.
 
 **One-sided bound (wide gate).** For centered keys mean(s) = 0 and sum_j 2^s_j >= N. Weights that are flushed are below
-2^-126 each, so their share is at most 2^(m - 126) = 2^(ceil(U) - C - 126): with U <= C + 116 less than 2^-10 of the mass
-is lost. Flushed products, 2^(m - 125), are held to 2^-10 max|v| by the same rule as above. Altogether out is off by at
-most 2^-8 max|v|: an option for bf16, never the default.
+2^-126 each, so their share is at most 2^(m - 126) = 2^(ceil(U) - C - 126): with U <= C + 116 less than 2^-10 of the
+mass is lost. Flushed products, 2^(m - 125), are held to 2^-10 max|v| by the same rule as above. Altogether out is off
+by at most 2^-8 max|v|: an option for bf16, never the default.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ UNSAFE_DTYPES = ("float16", "float8_e4m3fn", "float8_e5m2")
 WIDE_MARGIN = 116
 # Flushed products may move out by 2 to this power (strict gate).
 PRODUCT_FLUSH = -40
-# What U and the mean logit are widened by, relative to |q| (|k| + |k_mean|): norms, logits and mean logits are sums of at
-# most 256 fp32 products, off by 2^-16 each. Where the allowance exceeds 1, m would no longer be known to within a factor
-# of two (keys with an enormous offset), and no fixed m is used.
+# What U and the mean logit are widened by, relative to |q| (|k| + |k_mean|): norms, logits and mean logits are sums of
+# at most 256 fp32 products, off by 2^-16 each. Where the allowance exceeds 1, m would no longer be known to within a
+# factor of two (keys with an enormous offset), and no fixed m is used.
 ROUNDING = 2.0**-12
 
 
@@ -117,8 +118,8 @@ class FixedMNorms:
 
 
 def fixed_m_k_mean(k: jax.Array, *, axis_names: Any = ()) -> jax.Array:
-    """[H_kv, D], fp32: the mean of the keys k [H_kv, T, D]; under shard_map over all shards of ``axis_names``. Pass keys
-    that exist only: padding would move the mean."""
+    """[H_kv, D], fp32: the mean of the keys k [H_kv, T, D]; under shard_map over all shards of ``axis_names``. Pass
+    keys that exist only: padding would move the mean."""
     mean = jnp.mean(k.astype(jnp.float32), axis=1)
     return lax.pmean(mean, axis_names) if axis_names else mean
 
@@ -141,8 +142,8 @@ def fixed_m_norms(
         axis_names: mesh axes that shard the keys; the maximum and the mean are taken over them.
     """
     centered = k_mean is not None
-    mean = k_mean if centered else fixed_m_k_mean(k, axis_names=axis_names)
-    kf = k.astype(jnp.float32) - (k_mean[:, None, :] if centered else 0.0)
+    mean = fixed_m_k_mean(k, axis_names=axis_names) if k_mean is None else k_mean
+    kf = k.astype(jnp.float32) - (mean[:, None, :] if centered else 0.0)
     longest_k = jnp.max(jnp.sum(kf * kf, axis=-1), axis=-1)
     longest_k = lax.pmax(longest_k, axis_names) if axis_names else longest_k
     qf = q.astype(jnp.float32)
@@ -222,8 +223,8 @@ class FixedM:
     """Options of attention with a fixed m; see :func:`cudnn_dsa_tpu.fixed_m_attention`.
 
     Attributes:
-        v_ok: required. Whether the dtype of v is safe and max|v| <= 256 on every device: a bool, or a boolean array (this
-            device's verdict; the ring takes the minimum over all devices). Never assumed, because computing it reads v.
+        v_ok: required. Whether the dtype of v is safe and max|v| <= 256 on every device: a bool, or this device's
+            verdict as a boolean array (the ring takes the minimum over devices). Never assumed: computing it reads v.
         per_q_block: decide per head and block of queries, or per head.
         k_mean: [H_kv, D], fp32, the mean of all keys of the ring: center them. Needs ``norms`` of centered keys.
         norms: :class:`FixedMNorms`; None: computed.
@@ -309,7 +310,8 @@ class FixedM:
             v_max = jnp.repeat(largest_value(v, axes), problem.group)
             v_max = v_max[:, None] if self.per_q_block else v_max
         constants = get_fixed_m_constants(ring_kv_len)
-        eligible = is_eligible(bound, constants, self.gate, v_max) & jnp.asarray(self.v_ok, bool).reshape(())  # type: ignore[arg-type]
+        eligible = is_eligible(bound, constants, self.gate, v_max)  # type: ignore[arg-type]
+        eligible = eligible & jnp.asarray(self.v_ok, bool).reshape(())
         m = jnp.where(eligible, shift(bound.upper, constants), 0.0)  # finite, whatever the norms were
         table = jnp.stack([m, eligible.astype(jnp.float32)])
         blocks = -(-problem.valid_q // block_q)

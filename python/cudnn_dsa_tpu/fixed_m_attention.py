@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cudnn_dsa_tpu.attention import Plan, attention, splash_attention
+from cudnn_dsa_tpu.attention import Plan, attention
 from cudnn_dsa_tpu.block_sizes import BlockSizes, resolve
 from cudnn_dsa_tpu.chips import current_chip
 from cudnn_dsa_tpu.contracts import check_attention
@@ -41,8 +41,8 @@ def fixed_m_attention(
     interpret: Interpret | None = None,
 ) -> jax.Array:
     """softmax(scale * q k^T) v, differentiable in q, k and v, without a running maximum where the logits are provably
-    small enough (``fixed_m.py`` has the proofs). Heads and query blocks for which they are not take the running maximum,
-    as does every call with max|v| > 256 or of a dtype that cannot hold the weights. Batches by ``jax.vmap``.
+    small enough (``fixed_m.py`` has the proofs). Heads and query blocks for which they are not take the running
+    maximum, as does every call with max|v| > 256 or of a dtype that cannot hold the weights. Batches by ``jax.vmap``.
 
     Args:
         q: [H, S, D]; bfloat16 or float32, or float16 and float8 (computed in float32, always with the running maximum).
@@ -74,8 +74,10 @@ def fixed_m_attention(
     )  # fmt: skip
     if not fixed_m_dtype_is_safe(problem.dtype):
         q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
-        out = splash_attention(q32, k32, v32, scale=scale, block_sizes=block_sizes, interpret=interpret)
-        return out.astype(q.dtype)
+        problem = dataclasses.replace(problem, dtype="float32")
+        plan = Plan(problem, resolve(block_sizes, problem, current_chip()), resolve_interpret(interpret))
+        return attention(q32, k32, v32, None, None, None, plan)[0].astype(q.dtype)
+    problem = dataclasses.replace(problem, fixed_m=True)
     plan = Plan(problem, resolve(block_sizes, problem, current_chip()), resolve_interpret(interpret), uniform=uniform)
     tiles = plan.sizes.forward
     fixed_m.check(problem, tiles.grid(problem)[0])

@@ -9,11 +9,11 @@ Grid (kv head, head of the group, q tile, kv tile), the last sequential. Queries
 sum l is kept as 128 partial sums, one a lane, and added up across lanes once per query tile: a reduction across lanes
 in every step is what makes this kernel slow otherwise.
 
-With a fixed m (``fixed_m.py`` says when that is exact) nothing is rescaled, and the body works on the transpose: keys on
-sublanes, queries on lanes. Results leave the matrix unit one register a bundle, and that bounds the body once the vector
-units have less to do. The unit multiplies by 256 columns at a time: P v has D_v = 128 of them and wastes the other half,
-v^T P^T fills them, so results are three quarters as many. (The running maximum does not gain by this: transposed, its
-body needs a quarter more bundles.)
+With a fixed m (``fixed_m.py`` says when that is exact) nothing is rescaled, and the body works on the transpose: keys
+on sublanes, queries on lanes. Results leave the matrix unit one register a bundle, and that bounds the body once the
+vector units have less to do. The unit multiplies by 256 columns at a time: P v has D_v = 128 of them and wastes the
+other half, v^T P^T fills them, so results are three quarters as many. (The running maximum does not gain by this:
+transposed, its body needs a quarter more bundles.)
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ def _kernel(refs: _Inputs, out_ref, lse_ref, online: _Online, fixed: _Fixed, *, 
     elif last == 0:
         over_keys(attend, kv_tile, tiles, problem, refs.kv_len)
     else:
-        # Two bodies, but never in the last block. With a fixed and an online body in it, next to the ragged tail and the
-        # final division, Mosaic's code for the whole grid ran about three times slower on hardware, not only in that
-        # block. So the last block of a hybrid launch knows the running maximum only, and what a fixed m has summed up
-        # until then becomes a state of it, whose maximum need not be attained. (A uniform launch keeps its one body to
-        # the end.)
+        # Two bodies, but never in the last block. With a fixed and an online body in it, next to the ragged tail and
+        # the final division, Mosaic's code for the whole grid ran about three times slower on hardware, not only in
+        # that block. So the last block of a hybrid launch knows the running maximum only, and what a fixed m has summed
+        # up until then becomes a state of it, whose maximum need not be attained. (A uniform launch keeps its one body
+        # to the end.)
         eligible = metadata(1) > 0
         pl.when(eligible & (kv_tile < last))(lambda: attend_fixed(tiles.kv, None))
         pl.when(eligible & (kv_tile == last))(lambda: _hand_over(fixed, online))

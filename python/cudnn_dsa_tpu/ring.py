@@ -125,8 +125,8 @@ def ring_attention(
             within it, an all-to-all exchanges sequence shards for heads before the ring and back after it. Its size
             divides H and H_kv.
         fixed_m: do without a running maximum where that is exact; see :class:`FixedM` and
-            :func:`cudnn_dsa_tpu.fixed_m_attention`. ``norms`` and ``k_mean`` are of the heads passed here; ``norms.q`` of
-            this device's queries, ``norms.k`` and ``k_mean`` of all keys. With ``ulysses_axis_name``, blocks of
+            :func:`cudnn_dsa_tpu.fixed_m_attention`. ``norms`` and ``k_mean`` are of the heads passed here; ``norms.q``
+            of this device's queries, ``norms.k`` and ``k_mean`` of all keys. With ``ulysses_axis_name``, blocks of
             queries exist only behind the all-to-all: given norms are per head. Keys are as many on every device.
 
     Returns:
@@ -171,6 +171,8 @@ def ring_attention(
         kv_len=k.shape[1],
         valid_q=q.shape[1],
         valid_kv=k.shape[1],
+        dtype=q.dtype.name,
+        fixed_m=fixed_m is not None and fixed_m_dtype_is_safe(out_dtype),
     )
     uniform = fixed_m is not None and fixed_m.uniform
     plan = Plan(local, resolve(block_sizes, local, current_chip()), resolve_interpret(interpret), uniform=uniform)
@@ -322,11 +324,11 @@ def _ring_forward(q, k, v, lengths, fixed: FixedOperands | None, plan: Plan, rin
         operands = fixed if which.fixed else None
         kv_len = ring.length_of(lengths, moved)
         options: dict[str, Any] = {"kv_len": kv_len, "fixed": operands, "which": which}
-        return _Partial(*run_forward(q, *keys, None, None, plan, jnp.float32, **options))
+        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32, **options))
 
     def sums(keys, moved: int) -> _Sums:
-        which = Launch.UNIFORM_SUMS
-        return _Sums(*run_forward_kernel(q, *keys, None, None, plan, jnp.float32, fixed=fixed, which=which))
+        options: dict[str, Any] = {"fixed": fixed, "which": Launch.UNIFORM_SUMS}
+        return _Sums(*run_forward_kernel(q, keys[0], keys[1], None, None, plan, jnp.float32, **options))
 
     online = functools.partial(partial, which=Launch.ONLINE)
     if fixed is None:
