@@ -33,6 +33,7 @@ MODULES = {
     "cudnn": "cudnn_dsa.backends.cudnn",
     "reference": "cudnn_dsa.backends.reference",
     "sm90": "cudnn_dsa.backends.sm90",
+    "sm100": "cudnn_dsa.backends.sm100",
     "triton": "cudnn_dsa.backends.triton",
 }
 # What backend="auto" tries, best first, by the major compute capability of the device.

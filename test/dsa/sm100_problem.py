@@ -34,18 +34,17 @@ def problem_of(case: Case, direction: str = "backward", **changes) -> Problem:
 
 
 def backward(
-    case: Case, *, delta: torch.Tensor | None = None, dkv: torch.Tensor | None = None, arch: str = "sm_100a",
-    deterministic: bool = False, **emulation,
+    case: Case, *, delta: torch.Tensor | None = None, dkv: torch.Tensor | None = None, accumulate: bool = False,
+    arch: str = "sm_100a", deterministic: bool = False, **emulation,
 ):  # fmt: skip
-    """((dq, dkv, d_sink), emulated device); ``dkv`` given in fp32 is added to. Outputs and workspace start as NaN."""
-    dkv_dtype = case.q.dtype if dkv is None else torch.float32
+    """((dq, dkv, d_sink), emulated device). Outputs that are not given, and the workspace, start as NaN."""
+    dkv = torch.full_like(case.kv, POISON) if dkv is None else dkv
     problem = problem_of(
-        case, delta_dtype=None if delta is None else "float32", dkv_dtype=name_of(dkv_dtype),
-        accumulate=dkv is not None, deterministic=deterministic,
+        case, delta_dtype=None if delta is None else "float32", dkv_dtype=name_of(dkv.dtype), accumulate=accumulate,
+        deterministic=deterministic,
     )  # fmt: skip
     assert sm100.supports(problem) is None
     dq = torch.full_like(case.q, POISON)
-    dkv = torch.full_like(case.kv, POISON) if dkv is None else dkv
     d_sink = None if case.attn_sink is None else torch.full_like(case.attn_sink, POISON)
     # Four bytes of 0xff are a NaN.
     workspace = torch.full((sm100.workspace_bytes(problem) + 256,), 255, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from cudnn_dsa.backends.sm100.layout import Tile
@@ -23,10 +23,10 @@ def head_tile(heads: int) -> int:
 class Registers:
     """Registers a thread of each warpgroup after setmaxnreg; the sum over warpgroups is what the CTA started with."""
 
-    gather: int = 64
+    gather: int = 48
     softmax: int = 144
-    reduce: int = 104
-    issue: int = 64
+    reduce: int = 96
+    issue: int = 96
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,18 @@ class Config:
     heads_tile: int
     has_topk_length: bool = False
     head_dim_v: int = 512
+    partials: bool = False  # rows of dkv are stored, each to a slot of its own, and added by another kernel
     ring: int = 4  # tiles of row numbers that the index warp may be ahead
     registers: Registers = Registers()
 
     def __post_init__(self) -> None:
         if self.shared_bytes > SHARED_LIMIT or self.tmem_end > TMEM_COLUMNS:
             raise ValueError(f"{self}: {self.shared_bytes} bytes of shared memory, {self.tmem_end} TMEM columns")
+
+    @property
+    def key(self) -> tuple:
+        """All of it, as plain values."""
+        return astuple(self)
 
     # Warps: four warpgroups of one role each, then a warp that issues products and one that reads indices.
     gather_warps = range(4)

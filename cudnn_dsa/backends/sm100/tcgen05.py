@@ -40,7 +40,8 @@ def dealloc(tmem: Int32, columns: int, *, loc=None, ip=None) -> None:
 def mma(tmem: Int32, a, b, instruction: int, accumulate: Int32, *, loc=None, ip=None) -> None:
     """By one thread: a product of 16-bit operands in shared memory (their matrix descriptors), K = 16."""
     inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; tcgen05.mma.cta_group::1.kind::f16 [{$r0}], {$r1}, {$r2}, {$r3}, p; }",
+        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0;"
+        " tcgen05.mma.cta_group::1.kind::f16 [{$r0}], {$r1}, {$r2}, {$r3}, p; }",
         read_only_args=[tmem, a, b, Int32(instruction), accumulate],
         loc=loc,
         ip=ip,

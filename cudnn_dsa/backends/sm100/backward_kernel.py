@@ -22,7 +22,7 @@ results are divided by.
 # mypy: ignore-errors
 # (Device code: types are the DSL's.)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -38,6 +38,7 @@ from cudnn_dsa.cute.ring import Ring
 
 ELEMENTS = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 WARPGROUP = 128
+HELD = 32  # keys of a chunk whose values a reduce thread holds at a time
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,25 @@ class BackwardSm100:
         topk_idxs: cute.Pointer,
         topk_length: cute.Pointer,
         dq: cute.Pointer,
-        dkv: cute.Pointer,
-        s_q: Int32,
+        sums: cute.Pointer,
+        first_query: Int32,
+        queries: Int32,
         s_kv: Int32,
         topk: Int32,
         softmax_scale: Float32,
     ):
-        """dq (S_q, H, D), and dkv (S_kv, D) fp32, to which is added; from q (S_q, H, D), kv (S_kv, D), dout (S_q, H,
-        D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only), topk_idxs (S_q, K), topk_length (S_q,)."""
+        """dq (S_q, H, D), and sums (S_kv, D) fp32 of dkv, to which is added, of ``queries`` queries.
+
+        From q (S_q, H, D), kv (S_kv, D), dout (S_q, H, D_v), z2 and delta (S_q, H) fp32, gain (S_q,) int32 (fp16 only),
+        topk_idxs (S_q, K), topk_length (S_q,). With ``config.partials`` sums is (queries * head tiles, K, D): every row
+        that a query contributes, in the order of its valid entries.
+        """
         c = self.config
         self.kernel(
-            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, dkv, s_kv, topk, softmax_scale
+            q, kv, dout, z2, delta, gain, topk_idxs, topk_length, dq, sums, first_query, s_kv, topk,
+            softmax_scale,
         ).launch(
-            grid=(s_q * c.head_tiles, 1, 1), block=(c.threads, 1, 1), smem=c.shared_bytes, min_blocks_per_mp=1
+            grid=(queries * c.head_tiles, 1, 1), block=(c.threads, 1, 1), smem=c.shared_bytes, min_blocks_per_mp=1
         )  # fmt: skip
 
     @cute.kernel
@@ -108,7 +115,8 @@ class BackwardSm100:
         topk_idxs: cute.Pointer,
         topk_length: cute.Pointer,
         dq: cute.Pointer,
-        dkv: cute.Pointer,
+        sums: cute.Pointer,
+        first_query: Int32,
         s_kv: Int32,
         topk: Int32,
         softmax_scale: Float32,
@@ -129,7 +137,7 @@ class BackwardSm100:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cta = Cta(
-            query=Int64(block // c.head_tiles),
+            query=Int64(first_query + block // c.head_tiles),
             head=block % c.head_tiles * c.heads_tile,
             shared=memory.toint(),
             rows=self.int32s(memory + c.offset_rows, (c.ring, KEYS)),
@@ -150,7 +158,7 @@ class BackwardSm100:
             self.store_dq(cta, dq, tiles, exponent, warp - 4)
         elif warp < 16:
             cute.arch.setmaxregister_increase(c.registers.reduce)
-            self.reduce(cta, dkv, exponent, warp - 8)
+            self.reduce(cta, self.target(sums, block, topk), exponent, warp - 8)
         else:
             cute.arch.setmaxregister_decrease(c.registers.issue)
             if warp == c.issue_warp:
@@ -167,6 +175,10 @@ class BackwardSm100:
         if warp == c.issue_warp:
             tcgen05.dealloc(cta.tmem, c.tmem_allocated)
 
+    def target(self, sums: cute.Pointer, block: Int32, topk: Int32) -> cute.Pointer:
+        """Row 0 of dkv, or the CTA's first slot."""
+        return sums + Int64(block) * topk * self.config.head_dim if self.config.partials else sums
+
     def place_rings(self, barriers: cute.Pointer) -> dict[str, Ring]:
         rings = {}
         for name, (stages, _, _) in self.config.rings.items():
@@ -175,9 +187,8 @@ class BackwardSm100:
         return rings
 
     def int32s(self, pointer: cute.Pointer, shape: tuple[int, ...]) -> cute.Tensor:
-        return cute.make_tensor(
-            cute.recast_ptr(pointer, dtype=Int32), cute.make_ordered_layout(shape, (1, 0)[-len(shape) :])
-        )
+        layout = cute.make_ordered_layout(shape, order=(1, 0)[-len(shape) :])
+        return cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), layout)
 
     def shared_pointer(self, dtype, address, align: int) -> cute.Pointer:
         return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
@@ -235,7 +246,7 @@ class BackwardSm100:
         self, target, a: cutlass.Constexpr, a_address, b: cutlass.Constexpr, b_address, shape: cutlass.Constexpr,
         a_rows: cutlass.Constexpr, b_rows: cutlass.Constexpr, accumulate,
     ):  # fmt: skip
-        """``target`` (+)= A B^T, ``shape`` = (M, N, K); ``a_rows``: the rows of A's tile are contracted, not its columns."""
+        """``target`` (+)= A B^T, ``shape`` = (M, N, K); ``a_rows``: A is contracted over its rows, not columns."""
         m, n, contraction = shape
         desc = instruction(m, n, self.config.element, a_rows, b_rows)
         a_desc = Int64(a.descriptor(a_rows)) + Int64(a_address >> 4)
@@ -253,18 +264,20 @@ class BackwardSm100:
             self.issue_scores(cta, n)
         while count > 0:
             following = cta.tile(n + 1)
+            # Adds 0, which no compiler knows: else the descriptors of 120 products leave the loop, and spill.
+            here = replace(cta, shared=cta.shared + (following >> 31))
             cta.rings["p"].wait_full(n)
             tcgen05.fence("after")
-            self.issue_dq(cta, n)
+            self.issue_dq(here, n)
             tcgen05.commit(cta.rings["kv"].empty(n))
             for chunk in cutlass.range_constexpr(c.chunks):
-                if cutlass.const_expr(chunk == c.lookahead_chunk):
+                if cutlass.const_expr(chunk == c.lookahead_chunk):  # noqa: SIM102 (decided when compiling)
                     if following > 0:
-                        self.issue_scores(cta, n + 1)
+                        self.issue_scores(here, n + 1)
                 use = n * c.chunks + chunk
                 cta.rings["dkv"].wait_empty(use)
                 tcgen05.fence("after")
-                self.issue_dkv(cta, use, chunk)
+                self.issue_dkv(here, use, chunk)
                 tcgen05.commit(cta.rings["dkv"].full(use))
             tcgen05.commit(cta.rings["p"].empty(n))
             n += 1
@@ -405,7 +418,7 @@ class BackwardSm100:
     # Reduce warps
 
     @cute.jit
-    def reduce(self, cta: Cta, dkv: cute.Pointer, exponent: Int32, warp: Int32):
+    def reduce(self, cta: Cta, sums: cute.Pointer, exponent: Int32, warp: Int32):
         """dKV^T: lane = column of D, register = key. The two warpgroups take turns, chunk by chunk."""
         c = self.config
         lane = cute.arch.lane_idx()
@@ -418,36 +431,44 @@ class BackwardSm100:
             for chunk in cutlass.range(c.full_chunks, unroll=1):
                 use = n * c.chunks + chunk
                 if use % 2 == group:
-                    values = self.take_chunk(cta, lanes, use, KEYS)
-                    self.add_rows(dkv + (chunk * CHUNK + quarter * 32 + lane), rows, Int32(0), values, KEYS, back)
+                    column = sums + (chunk * CHUNK + quarter * 32 + lane)
+                    self.add_chunk(cta, use, lanes, KEYS, column, rows, Int32(0), n, back)
             if cutlass.const_expr(c.rest > 0):
                 use = n * c.chunks + c.full_chunks
                 if use % 2 == group:
-                    values = self.take_chunk(cta, lanes, use, KEYS // 2)
-                    column = c.full_chunks * CHUNK + quarter * 16 + lane % 16
-                    self.add_rows(dkv + column, rows, lane // 16 * (KEYS // 2), values, KEYS // 2, back)
+                    column = sums + (c.full_chunks * CHUNK + quarter * 16 + lane % 16)
+                    self.add_chunk(cta, use, lanes, KEYS // 2, column, rows, lane // 16 * (KEYS // 2), n, back)
             cta.rings["rows"].arrive_empty(n)
             n += 1
 
     @cute.jit
-    def take_chunk(self, cta: Cta, lanes: Int32, use: Int32, columns: cutlass.Constexpr):
-        """The chunk in registers; its accumulator is free again before a single value is added."""
+    def add_chunk(
+        self, cta: Cta, use: Int32, lanes: Int32, keys: cutlass.Constexpr, column, rows, first: Int32, n, back
+    ):  # fmt: skip
+        """A column's values of ``keys`` rows of dkv, from ``rows[first]`` on; half a chunk a time is in registers."""
         ring = cta.rings["dkv"]
         ring.wait_full(use)
         tcgen05.fence("after")
-        values = tcgen05.load(lanes + ring.stage(use) * KEYS, "32x32b", columns)
-        tcgen05.fence("before")
-        ring.arrive_empty(use)
-        return values
+        accumulator = lanes + ring.stage(use) * KEYS
+        for half in cutlass.range_constexpr(keys // HELD):
+            values = tcgen05.load(accumulator + half * HELD, "32x32b", HELD)
+            if cutlass.const_expr(half == keys // HELD - 1):
+                tcgen05.fence("before")
+                ring.arrive_empty(use)
+            self.add_rows(column, rows, first + half * HELD, n * KEYS, values, back)
 
     @cute.jit
-    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, values, keys: cutlass.Constexpr, back):
-        """One value each to ``keys`` rows of dkv, from ``rows[first]`` on."""
+    def add_rows(self, column: cute.Pointer, rows: cute.Tensor, first: Int32, slot: Int32, values, back):
+        """To the selected rows of dkv; or stored to the query's slots, which are its valid entries in order."""
         numbers = cute.make_rmem_tensor(4, Int32)
-        for i in cutlass.range_constexpr(keys):
+        for i in cutlass.range_constexpr(HELD):
             if cutlass.const_expr(i % 4 == 0):
                 pointer = self.shared_pointer(Int32, (rows.iterator + (first + i)).toint(), 16)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), numbers)
             row = numbers[i % 4]
             if row >= 0:
-                ptx.red_add(column + Int64(row) * self.config.head_dim, self.scaled(values[i], back))
+                value = self.scaled(values[i], back)
+                if cutlass.const_expr(self.config.partials):
+                    (column + Int64(slot + first + i) * self.config.head_dim).store(value)
+                else:
+                    ptx.red_add(column + Int64(row) * self.config.head_dim, value)
