@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import artifact_capture
 import dsa_cases
 import sm100_problem
 from dsa_cases import Sizes
@@ -61,6 +63,17 @@ def test_no_spills_and_within_the_limits(arch: str, heads: int, head_dim: int, d
         groups = {"gather": 1, "softmax": 1, "reduce": 2, "issue": 1}
         assert sorted(asked) == sorted(getattr(c.registers, name) for name in groups)
         assert sum(getattr(c.registers, name) * n for name, n in groups.items()) == used.registers * threads // 128
+
+
+@pytest.mark.parametrize(("heads", "deterministic"), [(96, True), pytest.param(16, False, marks=pytest.mark.slow)])
+def test_the_descriptions_are_what_the_host_code_launches(heads: int, deterministic: bool) -> None:
+    p = dataclasses.replace(problem(heads, 512, torch.float16), deterministic=deterministic)
+    for source in sources(p, "sm_100a"):
+        pointers = {key: 4096 * (1 + i) for i, key in enumerate(source.inputs) if "*" in source.inputs[key]}
+        for sizes in ({"s_q": 5, "s_kv": 300, "topk": 7}, {"s_q": 1, "s_kv": 1, "topk": 2000}):
+            given = {**pointers, **sizes, "softmax_scale": 0.05, "first_query": 3, "queries": 4}
+            values = {key: given[key] for key in source.inputs}
+            artifact_capture.assert_same_launch(source, values)
 
 
 @pytest.mark.parametrize("heads", HEADS)
