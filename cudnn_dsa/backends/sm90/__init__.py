@@ -10,26 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn_dsa.artifact import build, driver, library
-from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability
+from cudnn_dsa.artifact import library
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
 
-CAPABILITY = (9, 0)
+MAJOR_CAPABILITY = 9
 # Of the fp32 dkv: the reduction's offsets are int32, in vectors of four.
 MAX_DKV_ELEMENTS = 4 * INT32_MAX
 
 
 def unavailable(device: str) -> str | None:
-    if driver.installed() is not None:  # something that stands in for a GPU
-        return None
-    if not device.startswith("cuda"):
-        return f"it runs on CUDA devices, not on {device}"
-    major, minor = device_capability(device)
-    if (major, minor) != CAPABILITY:
-        return f"it is built for compute capability 9.0, {device} has {major}.{minor}"
-    if any((folder / library.MANIFEST).exists() for folder in library.directories()):
-        return None
-    return build.unavailable()
+    return library.unavailable(device, MAJOR_CAPABILITY)
 
 
 def supports(problem: Problem) -> str | None:
