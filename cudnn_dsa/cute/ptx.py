@@ -23,17 +23,17 @@ def _asm(result, operands, text, constraints, side_effects):
 
 
 @dsl_user_op
-def cp_async_16(target: cute.Pointer, source: cute.Pointer, size: Int32, *, loc=None, ip=None) -> None:
+def cp_async_16(target: cute.Pointer, source: cute.Pointer, size: "Int32 | None" = None, *, loc=None, ip=None) -> None:
     """16 bytes of shared memory from global memory, past L1; bytes from ``size`` on are zeros.
 
     With ``size`` 0 nothing is read, but the address must be one of the tensor's.
     """
-    operands = [
-        target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
-        source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
-        Int32(size).ir_value(loc=loc, ip=ip),
-    ]
-    _asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", True)
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip) for pointer in (target, source)]
+    if size is None:
+        _asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", True)
+    else:
+        operands.append(Int32(size).ir_value(loc=loc, ip=ip))
+        _asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", True)
 
 
 @dsl_user_op

@@ -22,6 +22,7 @@ class Config:
         group_columns: columns of kv that are handed over as one; at most 256, what a wgmma is wide.
         row_stages: tiles of row numbers that the index warp may be ahead.
         gather_warps: that copy keys, beside the index warp.
+        gather_batch: row numbers that a gather warp loads ahead, where it has registers for them.
     """
 
     registers: tuple[int, ...]
@@ -31,6 +32,7 @@ class Config:
     group_columns: int = 256
     row_stages: int = 4
     gather_warps: int = 3
+    gather_batch: int = 1
 
     def __post_init__(self) -> None:
         # A CTA starts with the same number for every thread, and setmaxnreg only moves what it has then.
@@ -86,7 +88,7 @@ def backward_shared(config: Config, head_dim: int, head_dim_v: int) -> int:
 
 def forward_config(problem: Problem) -> Config:
     """Of ``forward_kernel.py``: (producer, score, output, output) warpgroups; depends on the kernel key alone."""
-    return Config(registers=(40, 136, 168, 168), kv_stages=2)
+    return Config(registers=(40, 136, 168, 168), kv_stages=2, gather_batch=8)
 
 
 def forward_shared(config: Config, head_dim: int) -> int:

@@ -155,10 +155,10 @@ class ForwardSm90:
                 operands = (Dense(q_map, q_tensor, shared.q),)
                 feed(work, shared.rows, Selection(topk_idxs, lengths, topk, s_kv), operands, shared.query_ring)
             else:
-                threads = config.gather_warps * 32
                 gather(
-                    work, shared.rows, kv, shared.kv, self.head_dim, self.groups, shared.kv_rings, thread - 32, threads
-                )
+                    work, shared.rows, kv, shared.kv, self.head_dim, self.groups, shared.kv_rings, thread - 32,
+                    config.gather_warps * 32, config.gather_batch,
+                )  # fmt: skip
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_increase(config.registers[1])
             self.score(shared, work, attn_sink, lse, softmax_scale * softmax.LOG2_E, thread)

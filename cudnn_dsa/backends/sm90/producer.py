@@ -129,7 +129,7 @@ def _copy(x: Dense, query: Int32, head_tile: Int32, barrier: cute.Pointer) -> No
 def gather(
     work: cutlass.Constexpr[Work], rows: cutlass.Constexpr[Rows], kv: cute.Pointer, tiles: cute.Tensor,
     head_dim: cutlass.Constexpr[int], groups: cutlass.Constexpr[list], rings: cutlass.Constexpr[list],
-    thread: Int32, threads: cutlass.Constexpr[int],
+    thread: Int32, threads: cutlass.Constexpr[int], batch: cutlass.Constexpr[int],
 ):  # fmt: skip
     """By the other warps: the keys of each tile.
 
@@ -152,7 +152,7 @@ def gather(
                 rings[group].wait_empty(n)
                 target = tiles.iterator + (rings[group].stage(n) * (keys * head_dim) + first * keys)
                 gather_columns(
-                    kv, numbers[row_ring.stage(slots), None], target, thread, threads, head_dim, first, columns
+                    kv, numbers[row_ring.stage(slots), None], target, thread, threads, head_dim, first, columns, batch
                 )
                 cute.arch.cp_async_mbarrier_arrive_noinc(rings[group].full(n))
             row_ring.arrive_empty(slots)
