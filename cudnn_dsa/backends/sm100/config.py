@@ -214,7 +214,7 @@ class ForwardConfig:
     offset_rows = property(lambda self: self.offset_p + self.p.bytes)
     offset_counts = property(lambda self: self.offset_rows + self.ring * KEYS * 4)
     offset_factors = property(lambda self: self.offset_counts + self.ring * 4)
-    offset_tmem = property(lambda self: self.offset_factors + 4 * KEYS * 4)
+    offset_tmem = property(lambda self: self.offset_factors + (2 * KEYS + 8) * 4)
     offset_barriers = property(lambda self: self.offset_tmem + 16)
 
     @property

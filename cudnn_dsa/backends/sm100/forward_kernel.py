@@ -5,8 +5,8 @@ For every tile of 64 selected keys K (V is its first D_v columns), in base 2:
     S    = Q K^T           64 heads x 64 keys   (M = 64)     P = 2 ** (S * scale2 - M + lift)
     O^T += V^T P^T         D_v x 64 heads       (M = 128 a chunk)
 
-M is a running maximum of the row that may lag behind by SLACK: only when a row passes that, all of O is multiplied once.
-A tile's S is issued before the tile before it has become P; the two lie in the two halves of the lanes that M = 64 uses.
+M is a running maximum of the row that may lag behind by SLACK: only when a row passes that, all of O is multiplied. The
+S of a tile is issued before the tile before it has become P: they lie in the two halves of the lanes that M = 64 uses.
 At the end out = O / (sum of P + 2 ** (sink2 - M + lift)), lse = (M - lift + log2(sum of P)) * ln(2).
 """
 
@@ -77,9 +77,9 @@ class ForwardSm100(Sm100Kernel):
         memory = cutlass.memory.SmemAllocator().allocate(c.shared_bytes, 1024)
         holder = cute.recast_ptr(memory + c.offset_tmem, dtype=Int32)
         rings = self.place_rings(cute.recast_ptr(memory + c.offset_barriers, dtype=Int64))
-        # (parity, head) of the tile's correction; in the first four of the last row whether any head of a warp has one
+        # By parity of the tile and head: what O is multiplied by. Behind them, by warp: whether it is not 1 everywhere.
         factors = cute.make_tensor(
-            cute.recast_ptr(memory + c.offset_factors, dtype=Float32), cute.make_layout((4, KEYS), stride=(KEYS, 1))
+            cute.recast_ptr(memory + c.offset_factors, dtype=Float32), cute.make_layout((2 + 1, KEYS), stride=(KEYS, 1))
         )
         if warp == c.issue_warp:
             tcgen05.alloc(holder, c.tmem_allocated)
@@ -204,7 +204,7 @@ class ForwardSm100(Sm100Kernel):
                     factors[n % 2, row + 8 * b] = factor
             some = cute.arch.vote_any_sync(lags)
             if lane == 0:
-                factors[2 + n % 2, warp] = Float32(1.0) if some else Float32(0.0)
+                factors[2, n % 2 * 4 + warp] = Float32(1.0) if some else Float32(0.0)
             for j in cutlass.range_constexpr(4 * GROUPS):
                 b = j // 2 % 2
                 scores[j] = ptx.exp2_approx(scores[j] - (maxima[b] - lift))
@@ -217,7 +217,7 @@ class ForwardSm100(Sm100Kernel):
             cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP)
             changed = Float32(0.0)
             for w in cutlass.range_constexpr(4):
-                changed += factors[2 + n % 2, w]
+                changed += factors[2, n % 2 * 4 + w]
             if changed > 0.0:
                 # O of the tiles before is complete: their P was waited to be free again.
                 tcgen05.fence("after")
