@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import cutlass.cute as cute
 from dsa_cases import Case
 
 import cute_emulator
@@ -14,6 +15,17 @@ from cudnn_dsa.backends import BackwardTensors, ForwardTensors, sm100
 from cudnn_dsa.contracts.sparse_attention import Problem
 
 POISON = float("nan")
+
+
+@cute.jit
+def _nothing():
+    pass
+
+
+# Of the emulator's stand-in and the DSL's own runtime library, the first that a process loads serves all host code in
+# it. A kernel compiled outside ``emulate`` would load the latter, and no host code could be emulated after that.
+with cute_emulator.emulate("sm_100a"):
+    cute.compile(_nothing)()
 
 
 def name_of(dtype: torch.dtype) -> str:
