@@ -11,6 +11,16 @@ import shutil
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildPython(build_py):
+    """Puts the emulator's C++ sources beside its package: it compiles them where it runs, for that machine."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree("csrc/emulator", os.path.join(self.build_lib, "cute_emulator", "csrc"))
 
 
 def why_not() -> str | None:
@@ -54,4 +64,5 @@ if reason is not None:
     if "build_ext" in sys.argv:
         sys.exit(f"cudnn_dsa: cannot build the C++ extension: {reason}")
     print(f"cudnn_dsa: building without the C++ extension: {reason}", file=sys.stderr)
-setup(**({} if reason else extension()))
+arguments: dict = {} if reason else extension()
+setup(**arguments | {"cmdclass": {"build_py": BuildPython, **arguments.get("cmdclass", {})}})

@@ -5,8 +5,8 @@ Two steps, because the machine with the GPU need not have the CuTe DSL or a comp
     python benchmark/emulator_vs_h200.py make FOLDER       # anywhere: records kernels, inputs, the emulator's results
     python benchmark/emulator_vs_h200.py compare FOLDER    # on the H200: NumPy and the CUDA driver are all it needs
 
-``make`` runs every case in the emulator and keeps, for each launch, the PTX, the dimensions and the parameters; places in
-the parameters that hold addresses of arrays (in tensor maps too) are found by value and written anew on the device.
+``make`` runs every case in the emulator and keeps, for each launch, the PTX, the dimensions and the parameters; places
+in the parameters that hold addresses of arrays (in tensor maps too) are found by value and written anew on the device.
 ``compare`` prints a line a case, the largest deviation and its bound, and fails if one is exceeded.
 """
 
@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Bound(NamedTuple):
     """How far the device's result may lie from the emulator's.
 
-    ``bits``: not at all (NaN payloads aside). ``ulp``: in units in the last place. ``relative``: to the larger magnitude.
-    ``scaled``: relative to the array's largest magnitude, for sums whose order differs.
+    ``bits``: not at all (NaN payloads aside). ``ulp``: in units in the last place. ``relative``: to the larger
+    magnitude. ``scaled``: relative to the array's largest magnitude, for sums whose order differs.
     """
 
     kind: str
@@ -341,8 +341,8 @@ class Emulated:
         return _bytes(address, size)
 
     def launch(self, ptx: str, launch: dict[str, Any], parameters: list[bytes]) -> None:
-        from cute_emulator.launch import load
         from cute_emulator.launch import launch as run
+        from cute_emulator.launch import load
 
         run(
             load(ptx),

@@ -7,6 +7,7 @@ other S_q and S_kv if need be. A wrapper does it all in one call. Both only prep
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,10 @@ class _Plan:
     def compile(self) -> None:
         """Compile and tune everything, so that the first ``execute`` does neither and can be captured in a graph.
 
+        That includes what a call may still choose: ``accumulate`` where the plan's dkv is wide enough, and a forward's
+        out in fp32. Not included are tensors that pass 2**31 elements where the samples do not: another kernel, which
+        their first ``execute`` compiles.
+
         Kernels that have not run on this kind of device are compared with the reference (``cudnn_dsa.selftest``).
 
         Raises:
@@ -49,7 +54,14 @@ class _Plan:
         """
         problem = self._checked()
         backend = backends.select(problem)
-        backend.prepare(problem)
+        variants = [problem]
+        if problem.direction == "forward" and problem.dtype in ("bfloat16", "float16"):
+            variants.append(replace(problem, out_dtype="float32"))
+        if problem.direction == "backward" and problem.dkv_dtype in ("float32", "float64"):
+            variants.append(replace(problem, accumulate=True))
+        for variant in variants:
+            if backend.supports(variant) is None:
+                backend.prepare(variant)
         selftest.ensure(backend, problem)
 
     def scratch_workspace_bytes(self) -> int:

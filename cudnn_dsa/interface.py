@@ -54,8 +54,6 @@ def run(
     if planned is not None and planned is not verdict.planned:
         problem.check_same_plan(planned)
         verdict.planned = planned
-    if not verdict.tested:
-        verdict.tested = selftest.ensure(backend, problem)
     needed = backend.workspace_bytes(problem)
     check_addresses(tensors, workspace, needed, verdict)
 
@@ -72,6 +70,8 @@ def run(
         if problem.s_q == 0 or problem.s_kv == 0 or problem.topk == 0:
             _write_nothing_selected(by_name(bundle), problem)
         else:
+            if not verdict.tested:
+                verdict.tested = selftest.ensure(backend, problem)
             if workspace is None and needed:
                 workspace = torch.empty(needed, dtype=torch.uint8, device=verdict.device)
             if forward:

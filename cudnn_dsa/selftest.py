@@ -50,7 +50,10 @@ def ensure(backend: Backend, problem: Problem) -> bool:
     Raises:
         UnsupportedError: they are not right; its message says what differed.
     """
-    entry = (backend, problem.device, problem.kernel_key(""))
+    if problem.topk == 0:  # nothing is launched
+        return True
+    # Triton's tiles depend on K, though not on more of it than this.
+    entry = (backend, problem.device, problem.kernel_key(""), (problem.topk - 1).bit_length())
     silicon = driver.installed() is None  # what stands in for it may change from call to call
     if _capturing(problem.device):
         return False
@@ -191,22 +194,26 @@ class _Sample:
     def _places(self) -> torch.Tensor:
         """The entries of a row that may hold a key."""
         topk = int(self.problem.topk)
-        return torch.tensor([i for i in range(topk) if i < SELECTED or i >= topk - AT_END])
+        return torch.tensor([i for i in range(topk) if i < SELECTED or i >= topk - AT_END], device="cpu")
 
     @functools.cached_property
     def _inputs(self) -> dict[str, torch.Tensor | None]:
         p = self.problem
-        generator = torch.Generator().manual_seed(0)  # the caller's random state is left alone
+        # Of the caller's, the random state is left alone, and a default device or dtype changes nothing.
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def normal(*shape: int, dtype: str = p.dtype) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn.to(getattr(torch, dtype))
 
-        idxs = torch.full((p.s_q, p.topk), -1, dtype=torch.int32)
+        idxs = torch.full((p.s_q, p.topk), -1, dtype=torch.int32, device="cpu")
         # -2 to S_KV + 1: valid rows, invalid ones on both sides, and more entries than rows, so that some come twice.
-        drawn = torch.randint(-2, S_KV + 2, (p.s_q, len(self._places)), generator=generator, dtype=torch.int32)
+        entries = p.s_q, len(self._places)
+        drawn = torch.randint(-2, S_KV + 2, entries, generator=generator, dtype=torch.int32, device="cpu")
         idxs[:, self._places] = drawn
         idxs[0] = -1
-        length = torch.tensor([p.topk, p.topk, (p.topk + 1) // 2], dtype=torch.int32) if p.has_topk_length else None
+        lengths = [p.topk, p.topk, (p.topk + 1) // 2]
+        length = torch.tensor(lengths, dtype=torch.int32, device="cpu") if p.has_topk_length else None
         tensors: dict[str, torch.Tensor | None] = {
             "q": normal(p.s_q, p.heads, p.head_dim), "kv": normal(p.s_kv, p.head_dim), "topk_idxs": idxs,
             "attn_sink": normal(p.heads, dtype="float32") if p.has_sink else None, "topk_length": length,
@@ -220,8 +227,8 @@ class _Sample:
 
     def _forward(self, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
         p = replace(self.problem, direction="forward", device="cpu")
-        out = torch.empty(p.s_q, p.heads, p.head_dim_v, dtype=getattr(torch, p.out_dtype))
-        lse = torch.empty(p.s_q, p.heads)
+        out = torch.empty(p.s_q, p.heads, p.head_dim_v, dtype=getattr(torch, p.out_dtype), device="cpu")
+        lse = torch.empty(p.s_q, p.heads, dtype=torch.float32, device="cpu")
         reference.forward(p, ForwardTensors(**tensors, softmax_scale=self._scale, out=out, lse=lse), None, None)
         return out, lse
 
@@ -229,12 +236,14 @@ class _Sample:
         p = self.problem
 
         def unwritten(*shape: int, dtype: str) -> torch.Tensor:
-            return torch.full(shape, math.nan, dtype=getattr(torch, dtype))
+            return torch.full(shape, math.nan, dtype=getattr(torch, dtype), device="cpu")
 
         if p.direction == "forward":
             lse = unwritten(p.s_q, p.heads, dtype=stat)
             return {"out": unwritten(p.s_q, p.heads, p.head_dim_v, dtype=out), "lse": lse}
         outputs = {"dq": unwritten(p.s_q, p.heads, p.head_dim, dtype=element)}
         shape = p.s_kv, p.head_dim
-        outputs["dkv"] = torch.ones(shape, dtype=getattr(torch, dkv)) if p.accumulate else unwritten(*shape, dtype=dkv)
+        outputs["dkv"] = unwritten(*shape, dtype=dkv)
+        if p.accumulate:
+            outputs["dkv"].fill_(1)
         return outputs | ({"d_sink": unwritten(p.heads, dtype=stat)} if p.has_sink else {})

@@ -6,19 +6,21 @@
 
 namespace emu {
 
-void finish_copies(Warp& w, uint32_t up_to_group) {
+// Performs the operations whose group is below `up_to` and forgets them.
+static void finish_groups(Warp& w, std::vector<std::shared_ptr<AsyncOp>>& operations, std::vector<uint32_t>& group, uint32_t up_to) {
     size_t kept = 0;
-    for (size_t i = 0; i < w.copies.size(); i++) {
-        if (w.copy_group[i] < up_to_group) {
-            run_async(*w.cta->cluster, w.copies[i]);
+    for (size_t i = 0; i < operations.size(); i++) {
+        if (group[i] < up_to) {
+            run_async(*w.cta->cluster, operations[i]);
         } else {
-            w.copies[kept] = w.copies[i];
-            w.copy_group[kept++] = w.copy_group[i];
+            operations[kept] = operations[i];
+            group[kept++] = group[i];
         }
     }
-    w.copies.resize(kept);
-    w.copy_group.resize(kept);
+    operations.resize(kept);
+    group.resize(kept);
 }
+void finish_copies(Warp& w, uint32_t up_to_group) { finish_groups(w, w.copies, w.copy_group, up_to_group); }
 
 uint32_t add_store(Warp& w, std::shared_ptr<AsyncOp> op) {
     submit(w, op);
@@ -258,17 +260,7 @@ Next bulk_commit(Warp& w, const Op&, uint32_t) {
 }
 Next bulk_wait(Warp& w, const Op& o, uint32_t) {  // imm: groups that may stay pending
     uint32_t n = uint32_t(o.imm[0]), up_to = w.store_groups > n ? w.store_groups - n : 0;
-    size_t kept = 0;
-    for (size_t i = 0; i < w.stores.size(); i++) {
-        if (w.store_group[i] < up_to) {
-            run_async(*w.cta->cluster, w.stores[i]);
-        } else {
-            w.stores[kept] = w.stores[i];
-            w.store_group[kept++] = w.store_group[i];
-        }
-    }
-    w.stores.resize(kept);
-    w.store_group.resize(kept);
+    finish_groups(w, w.stores, w.store_group, up_to);
     if (up_to) learn_epoch(w, w.bulk.agent, up_to, true);
     return Next::advance;
 }

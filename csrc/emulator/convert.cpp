@@ -4,15 +4,6 @@
 namespace emu {
 namespace {
 
-using u8 = uint8_t;
-using u16 = uint16_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using s8 = int8_t;
-using s16 = int16_t;
-using s32 = int32_t;
-using s64 = int64_t;
-
 // Integer to integer: chop or extend; with saturation, clamp to the range of the destination.
 template <class D, class S> Next integer(Warp& w, const Op& o, u32 m) {
     bool sat = o.imm[0];

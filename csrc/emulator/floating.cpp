@@ -9,9 +9,6 @@
 namespace emu {
 namespace {
 
-using u32 = uint32_t;
-using u64 = uint64_t;
-
 inline float canonical(float f) { return f != f ? as_float(NAN32) : f; }
 inline float saturate(float f) { return f != f ? 0.f : f < 0 ? 0.f : f > 1 ? 1.f : f == 0 ? 0.f : f; }
 

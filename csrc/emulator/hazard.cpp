@@ -146,7 +146,8 @@ void Shadow::read(Cell& c, const Access& a, uint32_t address) {
         each_reader(c, [&](uint64_t e) {
             if (e & EPOCH_ATOMIC && !before(e, a)) report(raw, e, a, address);
         });
-    keep(c, a.epoch(), a);
+    if (!c.read0 || (epoch_agent(c.read0) == a.agent && epoch_clock(c.read0) <= a.at)) c.read0 = a.epoch();  // as keep()
+    else keep(c, a.epoch(), a);
 }
 
 void Shadow::write(Cell& c, const Access& a, uint32_t address) {

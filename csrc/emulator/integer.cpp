@@ -12,12 +12,6 @@ namespace {
     template <class T> Next NAME(Warp& w, const Op& o, uint32_t m) {   \
         return map1<T, T>(w, o, m, [](T a) -> T { return EXPR; });     \
     }
-using u16 = uint16_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using s16 = int16_t;
-using s32 = int32_t;
-using s64 = int64_t;
 
 BINARY(add, T(a + b))
 BINARY(sub, T(a - b))

@@ -7,6 +7,15 @@
 
 namespace emu {
 
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using s8 = int8_t;
+using s16 = int16_t;
+using s32 = int32_t;
+using s64 = int64_t;
+
 constexpr uint32_t NONE = 0xffffffffu;  // an operand that is absent
 
 template <class T> using Slot = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;

@@ -250,12 +250,6 @@ Next clock32_(Warp& w, const Op& o, uint32_t m) {
     return fill(w, o.x[0], uint32_t(w.launch->counters.instructions + w.executed), m), Next::advance;
 }
 
-using u16 = uint16_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using s16 = int16_t;
-using s32 = int32_t;
-using s64 = int64_t;
 const HandlerName table[] = {
 #define UNSIGNED(N, F) {"setp." N ".u16", F<u16>}, {"setp." N ".u32", F<u32>}, {"setp." N ".u64", F<u64>}
 #define ORDERED(N, F) UNSIGNED(N, F), {"setp." N ".s16", F<s16>}, {"setp." N ".s32", F<s32>}, {"setp." N ".s64", F<s64>}

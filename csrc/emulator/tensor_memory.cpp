@@ -105,7 +105,16 @@ inline uint32_t width(int64_t shape, uint32_t n) {  // columns that n elements a
 struct Target {
     uint32_t lane, column, blocks, columns;
 };
-Target locate(Warp& w, const Op& o, uint32_t m, int64_t shape, uint32_t elements) {
+Access tmem_access(Warp& w, Warp::Stream& s, const char* what) {
+    stream_agent(w, s, what);
+    Access a = warp_access(w);
+    if (a.clock) a.agent = s.agent, a.at = s.clock;
+    return a;
+}
+// Where a tcgen05.ld or st goes, checked, and told to the shadow.
+Target locate(Warp& w, const Op& o, uint32_t m, bool write) {
+    int64_t shape = o.imm[0];
+    uint32_t elements = uint32_t(o.imm[1]) * (o.imm[2] ? 2 : 1), split = uint32_t(o.imm[4]);
     if (!w.cta->tmem_ready) fault("tensor memory is used before tcgen05.alloc");
     uint32_t a = w.src<uint32_t>(o.x[0])[lowest(m)] + uint32_t(o.imm[3]);
     Target t = {a >> 16, a & 0xffff, shape == S32x32b ? 2u : 1u, width(shape, elements)};
@@ -119,26 +128,22 @@ Target locate(Warp& w, const Op& o, uint32_t m, int64_t shape, uint32_t elements
     if (t.lane < quadrant || t.lane + 16 * t.blocks > quadrant + 32 || t.lane % 16)
         fault("warp %u (rank %u of its warpgroup) accesses tensor memory lane %u; it may access lanes %u to %u", w.id, w.id % 4, t.lane, quadrant, quadrant + 31);
     check_columns(*w.cta, t.column, t.columns);
-    if (shape == S16x32bx2) check_columns(*w.cta, t.column + uint32_t(o.imm[4]), t.columns);
+    Access access = write ? tmem_access(w, w.tmem_store, "tcgen05.st") : tmem_access(w, w.tmem_load, "tcgen05.ld");
+    shadow_columns(*w.cta, t.lane / 16, t.blocks, t.column, t.columns, write, access);
+    if (shape == S16x32bx2) {
+        check_columns(*w.cta, t.column + split, t.columns);
+        shadow_columns(*w.cta, t.lane / 16, 1, t.column + split, t.columns, write, access);
+    }
     return t;
-}
-
-Access tmem_access(Warp& w, Warp::Stream& s, const char* what) {
-    stream_agent(w, s, what);
-    Access a = warp_access(w);
-    if (a.clock) a.agent = s.agent, a.at = s.clock;
-    return a;
 }
 
 // address, registers; imm: shape, registers, packed 16-bit, offset, column split of 16x32bx2
 Next load(Warp& w, const Op& o, uint32_t m) {
     if (!whole_warp(w)) return Next::converge;
     int64_t shape = o.imm[0];
-    uint32_t n = uint32_t(o.imm[1]), packed = uint32_t(o.imm[2]), elements = packed ? 2 * n : n;
-    Target t = locate(w, o, m, shape, elements);
+    uint32_t n = uint32_t(o.imm[1]), packed = uint32_t(o.imm[2]);
+    Target t = locate(w, o, m, false);
     Cta& cta = *w.cta;
-    shadow_columns(cta, t.lane / 16, t.blocks, t.column, t.columns, false, tmem_access(w, w.tmem_load, "tcgen05.ld"));
-    if (shape == S16x32bx2) shadow_columns(cta, t.lane / 16, 1, t.column + uint32_t(o.imm[4]), t.columns, false, tmem_access(w, w.tmem_load, "tcgen05.ld"));
     if (w.launch->check) {  // one clock a load, so that its use can be learned of alone
         auto& known = w.tmem_load_clock;
         uint32_t clock = w.tmem_load.clock++, pc = w.pc();
@@ -167,10 +172,8 @@ Next store(Warp& w, const Op& o, uint32_t m) {
     if (!whole_warp(w)) return Next::converge;
     int64_t shape = o.imm[0];
     uint32_t n = uint32_t(o.imm[1]), packed = uint32_t(o.imm[2]), elements = packed ? 2 * n : n;
-    Target t = locate(w, o, m, shape, elements);
+    Target t = locate(w, o, m, true);
     Cta& cta = *w.cta;
-    shadow_columns(cta, t.lane / 16, t.blocks, t.column, t.columns, true, tmem_access(w, w.tmem_store, "tcgen05.st"));
-    if (shape == S16x32bx2) shadow_columns(cta, t.lane / 16, 1, t.column + uint32_t(o.imm[4]), t.columns, true, tmem_access(w, w.tmem_store, "tcgen05.st"));
     uint32_t* memory = cta.tmem.data();
     w.launch->counters.tmem_store += uint64_t(n) * 128;
     for (uint32_t e = 0; e < elements; e++) {

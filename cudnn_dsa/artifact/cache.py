@@ -57,7 +57,7 @@ class Cache:
 
     def get(self, digest: str) -> dict[str, bytes] | None:
         """The files of an entry, or None."""
-        folder = self._folder()
+        folder = self._folder(make=False)
         if folder is None:
             return None
         path = folder / (digest + _SUFFIX)
@@ -78,7 +78,7 @@ class Cache:
 
     def put(self, digest: str, files: Files) -> None:
         """Keep an entry, in the place of one with the same digest."""
-        folder = self._folder()
+        folder = self._folder(make=True)
         if folder is None:
             return
         try:
@@ -119,22 +119,25 @@ class Cache:
 
     def entries(self) -> list[Path]:
         """The files of all entries, those used longest ago first."""
-        folder = self._folder()
+        folder = self._folder(make=False)
         if folder is None:
             return []
         return [path for _, path, _ in _by_age(folder)]
 
-    def _folder(self) -> Path | None:
-        """The folder of the entries, made if need be and the user's own; None where it cannot be had."""
+    def _folder(self, make: bool) -> Path | None:
+        """The folder of the entries, the user's own; None where it cannot be had, or is not there and not made."""
         folder = (self._root or directory()) / f"v{FORMAT}"
+        reason = None
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if make:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
-            reason = None
             if status.st_uid != os.geteuid():
                 reason = f"it belongs to user {status.st_uid}"
             elif status.st_mode & 0o077:
                 folder.chmod(0o700)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             reason = str(error)
         if reason is None:
@@ -148,7 +151,7 @@ class Cache:
     def _lock(self, digest: str) -> Iterator[None]:
         """One holder among all threads and processes. The system frees the lock of a process that dies; of one that
         hangs nobody waits forever: an entry is replaced as a whole, so that to make it twice does no harm."""
-        folder = self._folder()
+        folder = self._folder(make=True)
         if folder is None:
             yield
             return

@@ -59,7 +59,7 @@ def load(sources: Sources, problem: Problem) -> Mapping[str, Kernel]:
         DriverError: there is no such GPU.
     """
     device = driver.current(problem.device)
-    name = (sources.__module__, problem.kernel_key(device.architectures[0]))
+    name = (sources, problem.kernel_key(device.architectures[0]))
     found = device.memory.kernels.get(name)
     if found is None:
         with device.memory.lock:

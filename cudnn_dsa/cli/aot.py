@@ -111,9 +111,8 @@ def _compile(sources: list[Source]) -> Iterator[Artifact]:
     if reason is not None:
         raise CannotRun(f"nothing can be compiled: {reason}")
     for i, source in enumerate(sources):
-        print(f"\r{i + 1} of {len(sources)}: {source.name} for {source.arch}", end="", file=sys.stderr, flush=True)
+        print(f"{i + 1} of {len(sources)}: {source.name} for {source.arch}", file=sys.stderr)
         yield library.compiled(source)
-    print(file=sys.stderr)
 
 
 def _shapes(text: str) -> list[str]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cudnn_dsa_tpu.backward import Gradients, Operands, backward
 from cudnn_dsa_tpu.block_sizes import BlockSizes, resolve
 from cudnn_dsa_tpu.chips import current_chip
 from cudnn_dsa_tpu.contracts import Problem, SegmentIds, check_attention
-from cudnn_dsa_tpu.forward import forward
+from cudnn_dsa_tpu.forward import FixedOperands, Launch, forward
 from cudnn_dsa_tpu.launch import NOTHING, Interpret, pad_to, resolve_interpret
 
 LOG2E = math.log2(math.e)
@@ -27,13 +28,14 @@ RESIDUAL_NAMES = ("cudnn_dsa_tpu_out", "cudnn_dsa_tpu_lse")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about a call."""
+    """Everything static about a call; ``uniform``: see :func:`run_softmax`."""
 
     problem: Problem
     sizes: BlockSizes
     interpret: Interpret
     fused: bool = True
     dq_reduction_steps: int | None = 3
+    uniform: bool = False
 
 
 def splash_attention(
@@ -104,7 +106,7 @@ def splash_attention(
     q, k, v = q[:, : problem.valid_q], k[:, : problem.valid_kv], v[:, : problem.valid_kv]
     if segment_ids is not None:
         segment_ids = SegmentIds(segment_ids[0][: problem.valid_q], segment_ids[1][: problem.valid_kv])
-    out, lse = _attention(q, k, v, segment_ids, attn_sink, plan)
+    out, lse = attention(q, k, v, segment_ids, attn_sink, None, plan)
     out = pad_to(out, problem.q_len, axis=1)
     if not save_residuals:
         return out
@@ -122,23 +124,44 @@ def delta_rows(out: jax.Array, dout: jax.Array, dlse: jax.Array | None = None) -
     return delta if dlse is None else delta - dlse
 
 
-def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype, kv_len=None) -> tuple[jax.Array, jax.Array]:
-    """out [H, S, D_v] and the natural lse [H, S] of valid tokens; ``kv_len`` as in the kernel."""
+def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype, **options) -> tuple[jax.Array, jax.Array]:
+    """out [H, S, D_v] and the natural lse [H, S] of valid tokens; ``options`` as of the kernel."""
+    out, lse2 = run_forward_kernel(q, k, v, segment_ids, sink, plan, out_dtype, **options)
+    return out, lse2[:, 0] * LN2
+
+
+def run_forward_kernel(q, k, v, segment_ids, sink, plan: Plan, out_dtype, **options) -> tuple[jax.Array, jax.Array]:
+    """What the kernel returns, of valid tokens."""
     tiles, problem = plan.sizes.forward, plan.problem
     ids = segment_ids
-    out, lse2 = forward(
+    out, rows = forward(
         pad_to(q, tiles.q, axis=1),
         pad_to(k, tiles.kv, axis=1),
         pad_to(v, tiles.kv, axis=1),
         ids and SegmentIds(pad_to(ids.q, tiles.q, axis=0), pad_to(ids.kv, tiles.kv, axis=0)),
         None if sink is None else sink.astype(jnp.float32) * LOG2E,
-        kv_len,
         problem=problem,
         tiles=tiles,
         out_dtype=out_dtype,
         interpret=plan.interpret,
+        **options,
     )
-    return out[:, : problem.valid_q], lse2[:, 0, : problem.valid_q] * LN2
+    return out[:, : problem.valid_q], rows[..., : problem.valid_q]
+
+
+def run_softmax(q, k, v, segment_ids, sink, fixed: FixedOperands | None, plan: Plan, out_dtype):
+    """:func:`run_forward`, with a fixed m where ``fixed`` allows it; ``plan.uniform``: everywhere or nowhere."""
+
+    def run(which: Launch):
+        operands = fixed if which.fixed else None
+        return run_forward(q, k, v, segment_ids, sink, plan, out_dtype, fixed=operands, which=which)
+
+    if fixed is None:
+        return run(Launch.ONLINE)
+    if not plan.uniform:
+        return run(Launch.HYBRID)
+    everywhere = jnp.all(fixed.metadata[1] > 0)
+    return lax.cond(everywhere, lambda: run(Launch.UNIFORM), lambda: run(Launch.ONLINE))
 
 
 def run_backward(operands: Operands, plan: Plan, dtypes: Gradients) -> Gradients:
@@ -153,15 +176,16 @@ def run_backward(operands: Operands, plan: Plan, dtypes: Gradients) -> Gradients
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q, k, v, segment_ids, sink, plan: Plan):
-    return run_forward(q, k, v, segment_ids, sink, plan, q.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def attention(q, k, v, segment_ids, sink, fixed: FixedOperands | None, plan: Plan):
+    """out and the natural lse of valid tokens. A fixed m changes neither beyond rounding and has no gradient."""
+    return run_softmax(q, k, v, segment_ids, sink, fixed, plan, q.dtype)
 
 
-def _attention_fwd(q, k, v, segment_ids, sink, plan: Plan):
+def _attention_fwd(q, k, v, segment_ids, sink, fixed, plan: Plan):
     # The backward pass keeps out in fp32: delta = rowsum(out * dout) is subtracted from dP, and for logits of some tens
     # the two nearly cancel, so that the rounding of a bf16 out would outweigh every other error in dq and dk.
-    out, lse = run_forward(q, k, v, segment_ids, sink, plan, jnp.float32)
+    out, lse = run_softmax(q, k, v, segment_ids, sink, fixed, plan, jnp.float32)
     out, lse = (checkpoint_name(x, name) for x, name in zip((out, lse), RESIDUAL_NAMES, strict=True))
     return (out.astype(q.dtype), lse), (q, k, v, segment_ids, sink, out, lse)
 
@@ -188,7 +212,7 @@ def _attention_bwd(plan: Plan, residuals: Any, cotangents: Any):
     if sink is not None:  # the sink's weight is exp(sink - lse) <= 1, its dP is zero
         weight = jnp.exp(sink.astype(jnp.float32)[:, None] - lse)
         dsink = -jnp.sum(weight * delta, axis=1).astype(sink.dtype)
-    return (*grads, None, dsink)
+    return (*grads, None, dsink, None)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+attention.defvjp(_attention_fwd, _attention_bwd)

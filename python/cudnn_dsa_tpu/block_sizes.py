@@ -9,6 +9,7 @@ from cudnn_dsa_tpu.chips import MIB, Chip
 from cudnn_dsa_tpu.contracts import Problem
 
 NUM_LANES = 128
+NUM_SUBLANES = 8
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
@@ -101,7 +102,11 @@ def forward_vmem_bytes(tiles: Tiles, problem: Problem) -> int:
     blocks = _padded(tiles.q, d, item) + _padded(tiles.kv, d, item) + _padded(tiles.kv, dv, item)
     blocks += _padded(tiles.q, dv, item) + _padded(8, tiles.q, 4)
     scratch = _padded(tiles.q, dv, 4) + 2 * _padded(tiles.q, NUM_LANES, 4)
-    return 2 * blocks + scratch + _padded(tiles.q, tiles.kv_compute, 4 + item)
+    logits = _padded(tiles.q, tiles.kv_compute, 4 + item)
+    if problem.fixed_m:  # its own, transposed scratch, and the logits of the whole tile
+        scratch += _padded(dv, tiles.q, 4) + 2 * _padded(8, tiles.q, 4)
+        logits = _padded(tiles.kv, tiles.q, 4 + item)
+    return 2 * blocks + scratch + logits
 
 
 def backward_vmem_bytes(tiles: Tiles, problem: Problem) -> int:

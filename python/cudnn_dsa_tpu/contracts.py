@@ -45,6 +45,7 @@ class Problem:
         head_dim, head_dim_v: D of queries and keys, D_v of values.
         dtype: of q, k and v.
         scale: of the logits.
+        fixed_m: a kernel with a fixed m may run.
     """
 
     num_heads: int
@@ -57,6 +58,7 @@ class Problem:
     head_dim_v: int
     dtype: str
     scale: float
+    fixed_m: bool = False
 
     @property
     def scale_log2e(self) -> float:
@@ -81,6 +83,7 @@ def check_attention(
     segment_ids: SegmentIds | None = None,
     attn_sink: Any = None,
     dq_reduction_steps: int | None = 3,
+    dtypes: tuple[str, ...] = DTYPES,
 ) -> Problem:
     """The rules that splash and ring attention share; see :func:`cudnn_dsa_tpu.splash_attention` for the arguments.
 
@@ -98,7 +101,7 @@ def check_attention(
         check_range(f"head dimension {name}", dims[name], *HEAD_DIM_RANGE)
         if dims[name] % 8:
             raise ContractError(f"head dimension {name}", "a multiple of 8", str(dims[name]))
-    check_dtype("q", specs["q"], DTYPES)
+    check_dtype("q", specs["q"], dtypes)
     for name in ("k", "v"):
         check_dtype(name, specs[name], (specs["q"].dtype,), hint="the dtype of q")
     if dims["H"] % dims["H_kv"]:
@@ -129,6 +132,13 @@ def check_attention(
         dtype=specs["q"].dtype,
         scale=_scale(scale, dims["D"]),
     )
+
+
+def check_metadata(metadata: Any, num_heads: int, q_tiles: int) -> None:
+    """The kernel's table for a fixed m is [2, H, q tiles], fp32; of a 2-D array it would read m at the wrong place."""
+    spec = _spec("metadata", metadata)
+    check_shape("metadata", spec, (2, "H", "q_tiles"), Dims(H=num_heads, q_tiles=q_tiles))
+    check_dtype("metadata", spec, ("float32",))
 
 
 def _spec(name: str, x: Any) -> TensorSpec:

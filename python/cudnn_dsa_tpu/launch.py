@@ -18,9 +18,10 @@ from cudnn_dsa_tpu.contracts import Problem
 
 Interpret = bool | pltpu.InterpretParams
 
-# Operand layouts of a 2-D matrix product: A B, A B^T.
+# Operand layouts of a 2-D matrix product: A B, A B^T, A^T B.
 NN = (((1,), (0,)), ((), ()))
 NT = (((1,), (1,)), ((), ()))
+TN = (((0,), (0,)), ((), ()))
 
 # Logits are masked with MASKED; a running maximum starts at NOTHING. Their distance is so large that a masked logit has
 # weight 2^(MASKED - m) = 0 for every m >= NOTHING, in a row without any key too: no 0/0, no inf - inf.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,19 +30,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cudnn_dsa.contracts import ContractError, check_dtype, describe
+from cudnn_dsa.contracts import ContractError, UnsupportedError, check_dtype, describe
 from cudnn_dsa_tpu.attention import (
+    LN2,
     RESIDUAL_NAMES,
     Plan,
     delta_rows,
     lse_to_base2,
     run_backward,
     run_forward,
+    run_forward_kernel,
 )
 from cudnn_dsa_tpu.backward import Gradients, Operands
 from cudnn_dsa_tpu.block_sizes import BlockSizes, resolve
 from cudnn_dsa_tpu.chips import current_chip
-from cudnn_dsa_tpu.contracts import Problem, check_attention
+from cudnn_dsa_tpu.contracts import DTYPES, Problem, check_attention
+from cudnn_dsa_tpu.fixed_m import SAFE_DTYPES, UNSAFE_DTYPES, FixedM, fixed_m_dtype_is_safe
+from cudnn_dsa_tpu.forward import FixedOperands, Launch
 from cudnn_dsa_tpu.launch import Interpret, pad_to, resolve_interpret
 
 
@@ -100,6 +105,7 @@ def ring_attention(
     orig_kv_seq_len: int | jax.Array | None = None,
     bidirectional: bool = False,
     ulysses_axis_name: str | None = None,
+    fixed_m: FixedM | None = None,
     interpret: Interpret | None = None,
 ) -> jax.Array:
     """Attention over a sequence that is sharded over ``axis_name``; call it under ``jax.shard_map``.
@@ -118,6 +124,10 @@ def ring_attention(
         ulysses_axis_name: a second mesh axis that shards the sequence too (Jacobs et al. 2023, arXiv:2309.14509):
             within it, an all-to-all exchanges sequence shards for heads before the ring and back after it. Its size
             divides H and H_kv.
+        fixed_m: do without a running maximum where that is exact; see :class:`FixedM` and
+            :func:`cudnn_dsa_tpu.fixed_m_attention`. ``norms`` and ``k_mean`` are of the heads passed here; ``norms.q``
+            of this device's queries, ``norms.k`` and ``k_mean`` of all keys. With ``ulysses_axis_name``, blocks of
+            queries exist only behind the all-to-all: given norms are per head. Keys are as many on every device.
 
     Returns:
         out [H, S, D_v], this device's share, in the dtype of q; zero beyond ``orig_q_seq_len``, and where no device has
@@ -128,12 +138,19 @@ def ring_attention(
     """
     shared_q, own_q = _length("orig_q_seq_len", orig_q_seq_len)
     shared_kv, own_kv = _length("orig_kv_seq_len", orig_kv_seq_len)
-    problem = check_attention(q, k, v, scale=scale, orig_q_seq_len=shared_q, orig_kv_seq_len=shared_kv)
+    dtypes = DTYPES if fixed_m is None else SAFE_DTYPES + UNSAFE_DTYPES
+    problem = check_attention(q, k, v, scale=scale, orig_q_seq_len=shared_q, orig_kv_seq_len=shared_kv, dtypes=dtypes)
     ring = Ring(axis_name, axis_size("axis_name", axis_name), bidirectional)
     shards = 1 if ulysses_axis_name is None else axis_size("ulysses_axis_name", ulysses_axis_name)
     for name, heads in (("H", problem.num_heads), ("H_kv", problem.num_kv_heads)):
         if heads % shards:
             raise ContractError("ulysses_axis_name", f"an axis whose size divides {name}={heads}", f"size {shards}")
+
+    if fixed_m is not None and own_kv is not None:
+        raise UnsupportedError("orig_kv_seq_len", "an int or None, with fixed_m", "this device's own length")
+    out_dtype = q.dtype
+    if not fixed_m_dtype_is_safe(q.dtype):
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
 
     own_kv = None if own_kv is None else jnp.clip(own_kv, 0, problem.kv_len)
 
@@ -154,12 +171,62 @@ def ring_attention(
         kv_len=k.shape[1],
         valid_q=q.shape[1],
         valid_kv=k.shape[1],
+        dtype=q.dtype.name,
+        fixed_m=fixed_m is not None and fixed_m_dtype_is_safe(out_dtype),
     )
-    plan = Plan(local, resolve(block_sizes, local, current_chip()), resolve_interpret(interpret))
-    out = _ring(q, k, v, None if own_kv is None else lax.all_gather(own_kv, axis_name), plan, ring)
+    uniform = fixed_m is not None and fixed_m.uniform
+    plan = Plan(local, resolve(block_sizes, local, current_chip()), resolve_interpret(interpret), uniform=uniform)
+    fixed = None
+    if fixed_m is not None:
+        fixed = _fixed_operands(fixed_m, problem, plan, ring, ulysses_axis_name, *map(lax.stop_gradient, (q, k, v)))
+    out = _ring(q, k, v, None if own_kv is None else lax.all_gather(own_kv, axis_name), fixed, plan, ring)
     if shards > 1:
         out = exchange(out, split_axis=1, concat_axis=0)
-    return pad_to(_zero_from(own_q, out), problem.q_len, axis=1)
+    return pad_to(_zero_from(own_q, out), problem.q_len, axis=1).astype(out_dtype)
+
+
+def _fixed_operands(
+    fixed_m: FixedM, problem: Problem, plan: Plan, ring: Ring, ulysses_axis_name: str | None, q, k, v
+) -> FixedOperands | None:
+    """The decision about the queries that this device attends with, and the mean of the keys it attends to.
+
+    ``problem`` is the caller's, ``plan`` that behind the all-to-all, as are q, k and v. Where the all-to-all is, heads
+    are fewer and queries more than the caller knows: what was given per head becomes that of this device's heads.
+
+    The longest key is that of the whole ring. With one of its own for every hop m would differ from hop to hop, and
+    their sums could not be added. And all devices take the same verdict: v_ok is the minimum over every axis.
+    """
+    tiles = plan.sizes.forward
+    q_blocks = tiles.grid(plan.problem)[0]
+    if ulysses_axis_name is not None and fixed_m.norms is not None and fixed_m.per_q_block:
+        raise ContractError("per_q_block", "False, with norms and ulysses_axis_name", "True")
+    fixed_m.check(problem, q_blocks)
+    if not fixed_m_dtype_is_safe(problem.dtype):
+        return None
+    verdict = lax.pmin(_vary(jnp.asarray(fixed_m.v_ok, jnp.int32).reshape(())), _manual_axes()) > 0
+    norms, k_mean = fixed_m.norms, fixed_m.k_mean
+    if ulysses_axis_name is not None:
+
+        def own_heads(x, longest: bool | None = None):
+            """This device's part of [H, ...]; ``longest``: of the extreme over the sequence shards."""
+            if longest is not None:
+                x = lax.pmax(x, ulysses_axis_name) if longest else lax.pmin(x, ulysses_axis_name)
+            size = x.shape[0] // lax.axis_size(ulysses_axis_name)
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(ulysses_axis_name) * size, size)
+
+        k_mean = None if k_mean is None else own_heads(k_mean)
+        if norms is not None:
+            mean = None if norms.mean is None else own_heads(norms.mean, longest=False)
+            norms = dataclasses.replace(norms, q=own_heads(norms.q, longest=True), k=own_heads(norms.k), mean=mean)
+    fixed_m = dataclasses.replace(fixed_m, v_ok=verdict, norms=norms, k_mean=k_mean)
+    metadata = fixed_m.metadata(
+        q, k, v, plan.problem, block_q=tiles.q, ring_kv_len=ring.size * plan.problem.valid_kv, axes=ring.axis_name
+    )
+    if fixed_m.uniform:
+        # One program for all: the branches hold the ring's transfers, which wait for every device.
+        everywhere = lax.pmin(_vary(jnp.min(metadata[1])), _manual_axes())
+        metadata = metadata.at[1].set(everywhere)
+    return FixedOperands(metadata, None if k_mean is None else lax.stop_gradient(k_mean))
 
 
 def local_seq_len(seq_len: int, shard_len: int, axis_name: str | tuple[str, ...]) -> jax.Array:
@@ -174,6 +241,17 @@ def axis_size(argument: str, name: Any) -> int:
         return lax.axis_size(name)
     except (NameError, TypeError, KeyError):
         raise ContractError(argument, "the name of a mesh axis of an enclosing shard_map", repr(name)) from None
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """All axes of the enclosing ``shard_map``."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _vary(x: jax.Array) -> jax.Array:
+    """``x`` as a value that may differ between any two devices."""
+    missing = set(_manual_axes()) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def _length(argument: str, value: Any) -> tuple[int | None, jax.Array | None]:
@@ -220,17 +298,52 @@ class _Partial(NamedTuple):
         return _Partial(self.out * a[..., None] + other.out * b[..., None], lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _ring(q, k, v, lengths, plan: Plan, ring: Ring):
+class _Sums(NamedTuple):
+    """The same before it is divided: acc [H, S, D_v] and rows [H, 2, S] (m and l, base 2). As m is one and the same for
+    all keys of the ring, hops are merged by addition."""
+
+    acc: jax.Array
+    rows: jax.Array
+
+    def merge(self, other: _Sums) -> _Sums:
+        return _Sums(self.acc + other.acc, self.rows.at[:, 1].add(other.rows[:, 1]))
+
+    def divided(self) -> _Partial:
+        m, l = self.rows[:, 0], self.rows[:, 1]
+        return _Partial(self.acc / l[..., None], (m + jnp.log2(l)) * LN2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ring(q, k, v, lengths, fixed, plan: Plan, ring: Ring):
     """``lengths``: [R], int32, how many keys each device of the ring owns; None: all of them."""
-    return _ring_forward(q, k, v, lengths, plan, ring).out.astype(q.dtype)
+    return _ring_forward(q, k, v, lengths, fixed, plan, ring).out.astype(q.dtype)
 
 
-def _ring_forward(q, k, v, lengths, plan: Plan, ring: Ring) -> _Partial:
-    def attend(keys, moved: int) -> _Partial:
+def _ring_forward(q, k, v, lengths, fixed: FixedOperands | None, plan: Plan, ring: Ring) -> _Partial:
+    def partial(keys, moved: int, which: Launch) -> _Partial:
+        operands = fixed if which.fixed else None
         kv_len = ring.length_of(lengths, moved)
-        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32, kv_len))
+        options: dict[str, Any] = {"kv_len": kv_len, "fixed": operands, "which": which}
+        return _Partial(*run_forward(q, keys[0], keys[1], None, None, plan, jnp.float32, **options))
 
+    def sums(keys, moved: int) -> _Sums:
+        options: dict[str, Any] = {"fixed": fixed, "which": Launch.UNIFORM_SUMS}
+        return _Sums(*run_forward_kernel(q, keys[0], keys[1], None, None, plan, jnp.float32, **options))
+
+    online = functools.partial(partial, which=Launch.ONLINE)
+    if fixed is None:
+        return _around(online, k, v, ring)
+    if not plan.uniform:
+        return _around(functools.partial(partial, which=Launch.HYBRID), k, v, ring)
+    return lax.cond(
+        jnp.all(fixed.metadata[1] > 0),
+        lambda: _around(sums, k, v, ring).divided(),
+        lambda: _around(online, k, v, ring),
+    )
+
+
+def _around(attend: Callable[[Any, int], Any], k, v, ring: Ring) -> Any:
+    """What ``attend((k, v), moved)`` says of every device's keys, merged."""
     ahead = {chain: ring.shift((k, v), chain.step) for chain in ring.chains_at(1)}
     state = attend((k, v), 0)
     for hop in range(1, ring.hops + 1):
@@ -241,10 +354,10 @@ def _ring_forward(q, k, v, lengths, plan: Plan, ring: Ring) -> _Partial:
     return state
 
 
-def _ring_fwd(q, k, v, lengths, plan: Plan, ring: Ring):
+def _ring_fwd(q, k, v, lengths, fixed, plan: Plan, ring: Ring):
     out, lse = (
         checkpoint_name(x, name)
-        for x, name in zip(_ring_forward(q, k, v, lengths, plan, ring), RESIDUAL_NAMES, strict=True)
+        for x, name in zip(_ring_forward(q, k, v, lengths, fixed, plan, ring), RESIDUAL_NAMES, strict=True)
     )
     # out is kept in fp32, for delta: see splash attention.
     return out.astype(q.dtype), (q, k, v, lengths, out, lse)
@@ -316,7 +429,7 @@ def _ring_bwd(plan: Plan, ring: Ring, residuals, dout):
     dkv = jax.tree.map(functools.partial(whole, shared=plan.problem.num_kv_heads == 1), *keys)
     for sums in home:
         dkv = jax.tree.map(operator.add, dkv, sums)
-    return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype), None
+    return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype), None, None
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)

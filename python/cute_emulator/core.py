@@ -71,7 +71,7 @@ def work_kind(o: Operation) -> int:
         name = "tensor.load" if o.immediates[1] else "tensor.store"
     elif name == "bulk.copy":
         name = "bulk.store" if o.immediates[0] == 0 else "bulk.load"
-    elif name.startswith(("ld.", "st.")):
+    elif name.startswith(("ld.u", "ld.s", "st.u")):
         name = f"{name[:2]}.{'shared' if o.immediates[3] == 1 else 'local' if o.immediates[3] == 2 else 'global'}"
     return _kind(name)
 

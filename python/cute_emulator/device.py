@@ -77,23 +77,19 @@ class EmulatedDevice:
 def device(
     arch: str = "sm_100a",
     *,
-    seed: int = 0,
-    schedule: str = "adversarial",
-    check: bool = True,
-    profile: bool = False,
-    instruction_limit: int = 0,
     multiprocessors: int = 4,
     raise_on_hazard: bool = True,
     transform: Callable[[str], str] | None = None,
+    **options: Any,
 ) -> Iterator[EmulatedDevice]:
     """Inside the block the CuTe backends of cudnn_dsa take CPU tensors and launch into the emulator.
 
     Call a backend directly (``backend.backward(problem, tensors, workspace, None)``): the contract still asks for CUDA
-    tensors. Arguments are those of :class:`EmulatedDevice` and :class:`cute_emulator.launch.Options`.
+    tensors. Arguments are those of :class:`EmulatedDevice`; ``options`` are fields of
+    :class:`cute_emulator.launch.Options`: seed, schedule, check, profile, instruction_limit.
     """
     from cudnn_dsa.artifact import driver
 
-    options = Options(seed, schedule, check, profile, instruction_limit)
-    emulated = EmulatedDevice(arch, options, multiprocessors, raise_on_hazard, transform)
+    emulated = EmulatedDevice(arch, Options(**options), multiprocessors, raise_on_hazard, transform)
     with driver.install(emulated):
         yield emulated

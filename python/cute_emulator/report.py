@@ -97,8 +97,8 @@ class Role:
 class LaunchReport:
     """One launch. ``counters`` holds bytes and counts by name, ``mma`` (count, FLOPs) by kind and shape,
     ``useful_flops`` those that are no padding (no factor in a row or column of zeros), ``warp_instructions`` the
-    executed warp instructions by warp of the CTA, ``warp_work`` those of each kind of :data:`cute_emulator.core.WORK`; both are
-    summed over the CTAs."""
+    executed warp instructions by warp of the CTA, ``warp_work`` those of each kind of :data:`cute_emulator.core.WORK`;
+    both are summed over the CTAs."""
 
     kernel: str
     grid: tuple[int, ...]  # (x, y, z)

@@ -38,6 +38,13 @@ def test_what_is_put_is_got(store: Cache) -> None:
     assert list(store.values()) == [{"x": [1, None, "y"]}]
 
 
+def test_reading_makes_nothing(store: Cache, tmp_path: Path) -> None:
+    assert store.get(KEY) is None
+    assert store.get_value(KEY) is None
+    assert store.entries() == list(store.values()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_folder_is_the_users_own(store: Cache, tmp_path: Path) -> None:
     store.put(KEY, FILES)
     (folder,) = (tmp_path / "cache").iterdir()

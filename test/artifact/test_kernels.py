@@ -246,6 +246,7 @@ def test_a_problems_kernels_are_found_once_and_dropped_when_there_are_many(monke
         kernels = artifact.load(backend.sources, small())
         assert artifact.load(backend.sources, replace(small(), s_q=7, s_kv=1, topk=99)) is kernels
         assert artifact.load(backend.sources, replace(small(), heads=4)) is not kernels
+        assert artifact.load(lambda problem, arch: [], small()) == {}, "another function of the same module"
         monkeypatch.setattr(driver, "MAX_KERNELS", 2)
         for heads in range(5, 9):
             artifact.load(backend.sources, replace(small(), heads=heads))

@@ -16,8 +16,9 @@ pytest.importorskip("cutlass")
 
 from artifact_demo import backend  # noqa: E402
 
+import cudnn_dsa  # noqa: E402
 import cute_emulator  # noqa: E402
-from cudnn_dsa import backends, selftest  # noqa: E402
+from cudnn_dsa import backends, interface, selftest  # noqa: E402
 from cudnn_dsa.__main__ import main  # noqa: E402
 from cudnn_dsa.artifact import library  # noqa: E402
 from cudnn_dsa.artifact.driver import install  # noqa: E402
@@ -73,6 +74,22 @@ def test_a_right_backend_passes_every_variant(dtype: str, topk: int) -> None:
 def test_the_reference_alone_passes() -> None:
     for p in variants("bfloat16"):
         assert max(selftest.compare(reference, p).values()) < 3e-3
+
+
+def test_the_callers_defaults_change_nothing() -> None:
+    wanted = [selftest.compare(reference, p) for p in variants("bfloat16")]
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert [selftest.compare(reference, p) for p in variants("bfloat16")] == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_selection_is_no_test() -> None:
+    selftest.ensure(Fake(), problem("backward", topk=0))
 
 
 def test_a_large_problem_is_tested_on_its_own_kernels() -> None:
@@ -182,6 +199,38 @@ def test_on_silicon_a_kernel_that_passed_is_looked_up_once(monkeypatch: pytest.M
     capturing.append(False)
     selftest.ensure(reference, replace(problem("backward"), heads=9))
     assert len(calls) == 2
+    selftest.ensure(reference, replace(problem("backward"), heads=9, topk=129))
+    assert len(calls) == 2
+    selftest.ensure(reference, replace(problem("backward"), heads=9, topk=257))
+    assert len(calls) == 3, "another class of K is another tile of Triton's"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_launch_path_asks_first(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's compile(), and the first call of what has no plan; not a call that launches nothing."""
+    asked: list[Problem] = []
+    monkeypatch.setattr(selftest, "ensure", lambda b, p: asked.append(p))
+    q, kv, idxs = torch.randn(2, 3, 8), torch.randn(5, 8), torch.zeros(2, 4, dtype=torch.int32)
+    out, lse = interface.sparse_attention_forward(q, kv, idxs, backend="reference")
+    assert len(asked) == 1
+    if direction == "forward":
+        plan = cudnn_dsa.SparseAttentionForward(q, kv, idxs, backend="reference")
+        interface.sparse_attention_forward(q, kv, idxs[:, :0], backend="reference")
+    else:
+        interface.sparse_attention_backward(q, kv, out, out, lse, None, idxs, backend="reference")
+        plan = cudnn_dsa.SparseAttentionBackward(q, kv, out, out, lse, None, idxs, backend="reference")
+        assert len(asked) == 2
+    before = len(asked)
+    plan.compile()
+    assert len(asked) == before + 1
+    assert asked[-1].direction == direction
+
+
+def test_every_backend_has_every_call() -> None:
+    calls = [name for name in vars(backends.Backend) if not name.startswith("_")]
+    assert "fingerprint" in calls
+    for name in backends.MODULES:
+        assert [call for call in calls if not callable(getattr(backends.load(name), call, None))] == [], name
 
 
 @pytest.mark.parametrize("arch", ["sm_90a"])

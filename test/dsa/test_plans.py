@@ -255,6 +255,18 @@ def test_prepare_runs_in_compile(monkeypatch):
     assert seen[0].direction == "backward"
 
 
+def test_compile_prepares_what_a_call_may_still_choose(monkeypatch):
+    seen = []
+    monkeypatch.setattr(reference, "prepare", lambda problem: seen.append((problem.accumulate, problem.out_dtype)))
+    case = make("sink", torch.bfloat16, Sizes())
+    SparseAttentionForward(case.q, case.kv, case.topk_idxs, backend="reference").compile()
+    assert seen == [(False, "bfloat16"), (False, "float32")]
+    for dkv, accumulates in ((None, [False]), (torch.zeros(case.kv.shape), [False, True])):
+        seen.clear()
+        SparseAttentionBackward(**arguments(case, "sample_"), sample_dkv=dkv, backend="reference").compile()
+        assert [accumulate for accumulate, _ in seen] == accumulates
+
+
 def test_deterministic_follows_torch(monkeypatch):
     case = make("sink", torch.float32, Sizes())
     seen = []

@@ -46,6 +46,10 @@ TENSOR = """
     1cta_mma_a_from_tmem 1cta_mma_basic 1cta_mma_mn_major 1cta_mma_pipeline 2cta_mma_basic 2cta_mma_tma_store
     clusterMxN_2cta_mma mcast_clusterMxN_1cta_mma mcast_clusterMxN_2cta_mma tmem_ld_st
 """.split()  # noqa: SIM905
+TMA = """
+    tma_1cta_mbarrier tma_load_store tma_load_to_ldmatrix tma_pipeline_count2 tma_pipeline_pingpong
+    tma_pipeline_warpspec tma_store tma_swizzle_modes
+""".split()  # noqa: SIM905
 EXAMPLES = [
     *(Example(f"{TUTORIAL}/fp16_gemm_{i}.py", "--mnk 512,512,256") for i in ("0", "1", "2", "3", "3_1", "4", "5")),
     Example(f"{TUTORIAL}/fp16_gemm_6.py", "--mnk 256,1024,128"),
@@ -53,6 +57,7 @@ EXAMPLES = [
     Example(f"{DENSE}/dense_gemm_persistent_dynamic.py", "--mnkl 512,384,256,1 --mma_tiler_mn 128,128"),
     Example(f"{DENSE}/dense_gemm_persistent_prefetch.py", "--mnkl 512,384,256,1 --mma_tiler_mn 128,128"),
     Example(f"{DENSE}/dense_gemm_software_pipeline.py", "--mnkl 512,384,256,1 --mma_tiler_mn 128,128"),
+    Example(f"{DENSE}/dense_gemm_alpha_beta_persistent.py", "--mnkl 512,384,256,1"),
     *(
         Example(f"{DENSE}/dense_gemm_persistent.py", f"{STORE} {a}")
         for a in (
@@ -80,9 +85,11 @@ EXAMPLES = [
         "sm_90a",
     ),
     Example(f"{HOPPER}/dense_gemm_fp8_2xacc.py", "--mnkl 256,256,256,1", "sm_90a"),
+    Example("cute/hopper/kernel/grouped_gemm/grouped_gemm.py", GROUPS, "sm_90a"),
     Example("cute/hopper/kernel/cta_norm/cta_norm.py", "", "sm_90a"),
     *(Example(f"{PRIMITIVES}/{name}.py") for name in PLAIN),
     *(Example(f"{PRIMITIVES}/tcgen05/{name}.py") for name in TENSOR),
+    *(Example(f"{PRIMITIVES}/tma/{name}.py") for name in TMA),
 ]
 
 
@@ -99,6 +106,12 @@ HAZARDS = [
         Example(f"{DENSE}/dense_gemm_persistent.py", "--mnkl 512,384,256,1 --mma_tiler_mn 128,128"),
         r"(?s)write after read without a wait: tensor memory.*tcgen05\.ld of warp",
     ),
+    (
+        Example("cute/hopper/kernel/attention/fmha.py", "--q_shape 1,128,2,64 --k_shape 1,128,2,64", "sm_90a"),
+        r"exit with pending bulk copies",
+    ),
+    (Example(f"{PRIMITIVES}/tma/tma_multicast.py"), r"(?s)read after write.*multicast::cluster"),
+    (Example(f"{PRIMITIVES}/tma/tma_pipeline_single_warp.py"), r"(?s)write after read.*against warp \d"),
     (Example(f"{PRIMITIVES}/tcgen05/slicek_m32n8k128.py"), r"(?s)without fence\.proxy\.async.*cp\.async of warp"),
 ]
 

@@ -124,6 +124,14 @@ def test_e4m3_from_halves_is_e4m3_from_their_fp32_values() -> None:
         np.testing.assert_array_equal(got & np.uint64(0xFFFF), expected & np.uint64(0xFFFF))
 
 
+def test_halves_to_doubles_are_exact() -> None:
+    every = np.arange(65536, dtype=np.uint64)
+    got = apply("cvt.f64.f16", "f64", ["b16"], every).view(np.float64)
+    np.testing.assert_array_equal(got, every.astype(np.uint16).view(np.float16).astype(np.float64))
+    got = apply("cvt.f64.bf16", "f64", ["b16"], every).view(np.float64)
+    np.testing.assert_array_equal(got, (every.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+
+
 @pytest.mark.parametrize("t", ["f16", "bf16"])
 def test_scalar_half_atomics(t: str) -> None:
     """Small integers: exact in both formats whatever the order."""

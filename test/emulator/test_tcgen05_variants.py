@@ -67,8 +67,50 @@ def test_a_copy_is_complete_only_after_a_commit() -> None:
     arguments = [np.zeros(IMAGE, np.uint8), np.zeros((128, 32), np.uint32), descriptor(0, 2048, 128, 0), 0, 0]
     arguments += [np.zeros((128, 16), np.uint16), 0]
     run_ptx(text, 1, 128, arguments)
-    with pytest.raises((HazardError, ExecutionError)):
-        run_ptx(text.replace(waiting, ""), 1, 128, arguments)
+    # nor does a wait for stores to tensor memory cover it
+    for instead in ("", "tcgen05.wait::st.sync.aligned;\n"):
+        with pytest.raises((HazardError, ExecutionError)):
+            run_ptx(text.replace(waiting, instead), 1, 128, arguments)
+
+
+def test_cp_async_writes_through_the_generic_proxy() -> None:
+    """A barrier alone does not show the tensor cores what cp.async has written."""
+    store = "  ld.global.b32 %r9, [%d6];\n  add.u32 %r10, %r3, %r8;\n  st.shared.b32 [%r10], %r9;\n"
+    fence = "  fence.proxy.async.shared::cta;\n"
+    assert store in KERNEL
+    assert fence in KERNEL
+    text = KERNEL.replace(store, "  add.u32 %r10, %r3, %r8;\n  cp.async.ca.shared.global [%r10], [%d6], 4;\n")
+    text = text.replace(fence, "  cp.async.wait_all;\n" + fence)
+    mma = "tcgen05.mma.cta_group::1.kind::f16 [%r11], %d10, %d11, %r1, 0;"
+    text = text.replace("@%p4 OPERATION2", "").replace("OPERATION", mma)
+    a = descriptor(0, 2048, 128, 0)
+    arguments = [np.zeros(IMAGE, np.uint8), np.zeros((128, 32), np.uint32), a, a, 1 << 4 | 4 << 17 | 8 << 24]
+    arguments += [np.zeros((128, 16), np.uint16), 0]
+    run_ptx(text, 1, 128, arguments)
+    with pytest.raises(HazardError, match=r"(?s)without fence\.proxy\.async.*cp\.async of warp"):
+        run_ptx(text.replace(fence, ""), 1, 128, arguments)
+
+
+def test_an_accumulator_is_free_only_after_the_wait_for_its_load() -> None:
+    """Load, barrier, next product into the same columns; the loaded values are used after that."""
+    mma = "tcgen05.mma.cta_group::1.kind::f16 [%r11], %d10, %d11, %r1, 0;"
+    wait = "  tcgen05.wait::ld.sync.aligned;\n"
+    again = f"""  bar.sync 0;
+  @!%p1 bra AGAIN;
+  {mma}
+  tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];
+AGAIN:
+  mbarrier.try_wait.parity.shared.b64 %p5, [%r4], 1;
+  @!%p5 bra AGAIN;
+"""
+    text = KERNEL.replace("@%p4 OPERATION2", "").replace("OPERATION", mma).replace(wait, wait + again)
+    assert again in text
+    a = descriptor(0, 2048, 128, 0)
+    arguments = [np.zeros(IMAGE, np.uint8), np.zeros((128, 32), np.uint32), a, a, 1 << 4 | 4 << 17 | 8 << 24]
+    arguments += [np.zeros((128, 16), np.uint16), 0]
+    run_ptx(text, 1, 128, arguments)
+    with pytest.raises(HazardError, match=r"(?s)write after read without a wait: tensor memory.*tcgen05\.ld of warp"):
+        run_ptx(text.replace(wait, ""), 1, 128, arguments)
 
 
 def product(m: int, n: int, operation: str, accumulator: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The recordings that an H200 is compared with: replayed at other addresses in the emulator, and bounds that can fail."""
+"""The recordings that an H200 is compared with: replayed in the emulator at other addresses; bounds that can fail."""
 
 from __future__ import annotations
 

@@ -45,6 +45,36 @@ def test_from_a_wheel(wheel, tmp_path):
     python(WORKS, tmp_path, str(target))
 
 
+@pytest.mark.slow
+def test_what_a_wheel_promises_runs_outside_of_the_checkout(wheel, tmp_path):
+    """The commands of the README, from a new environment that sees this one's dependencies but not the checkout."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "dependencies.pth").write_text(next(p for p in sys.path if p.endswith("site-packages")) + "\n")
+
+    def run(*arguments):
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [str(tmp_path / "venv" / "bin" / "python"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    where = "import {0}, pathlib; print(pathlib.Path({0}.__file__).parent)"
+    for package in ("cudnn_dsa", "cudnn_dsa_tpu", "cudnn_dsa_pallas_triton", "cute_emulator"):
+        assert run("-c", where.format(package)).strip() == str(site / package)
+    assert "reference" in run("-m", "cudnn_dsa", "info")
+    assert "gradient check: PASS" in run("-m", "cudnn_dsa", "demo", "--steps", "2", "--device", "cpu")
+    run("-m", "cute_emulator.build")
+
+
+def test_a_wheel_holds_the_emulators_sources(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = [p for p in (ROOT / "csrc" / "emulator").iterdir() if p.is_file()]
+    assert sources
+    assert {f"cute_emulator/csrc/{p.name}" for p in sources} <= names
+
+
 def test_a_wheel_holds_the_packages_the_licence_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     packages = {p.parent.relative_to(ROOT) for p in ROOT.glob("cudnn_dsa/**/__init__.py")}

@@ -48,6 +48,10 @@ def cvt(low: Lowering, ins: Instruction) -> None:
         emit("cvt.f32.f32", ["f32"], 32, integral, ftz + 2 * sat)
     elif d == "f64" and s == "f32":
         emit("cvt.f64.f32", ["f32"], 64)
+    elif d == "f64" and s in ("f16", "bf16"):
+        exact = low.temporary(32)
+        low.raw(f"cvt.f32.{s}", (exact, low.source(ins, inputs[0], "b16")))
+        low.emit("cvt.f64.f32", (low.destination(ins, out, 64), exact))
     elif d == "f32" and s == "f64":
         emit("cvt.f32.f64", ["f64"], 32, rounding)
     elif d in _INTEGERS and s in _INTEGERS:
