@@ -24,9 +24,9 @@ class Registers:
     """Registers a thread of each warpgroup after setmaxnreg; the sum over warpgroups is what the CTA started with."""
 
     gather: int = 48
-    softmax: int = 144
+    softmax: int = 152
     reduce: int = 96
-    issue: int = 96
+    issue: int = 88
 
 
 @dataclass(frozen=True)
