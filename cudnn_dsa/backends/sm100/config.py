@@ -23,10 +23,10 @@ def head_tile(heads: int) -> int:
 class Registers:
     """Registers a thread of each warpgroup after setmaxnreg; the sum over warpgroups is what the CTA started with."""
 
-    gather: int = 48
+    gather: int = 40
     softmax: int = 152
     reduce: int = 96
-    issue: int = 88
+    issue: int = 96
 
 
 @dataclass(frozen=True)
