@@ -7,13 +7,25 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import cutlass.cute as cute
 from dsa_cases import Case
 
 import cute_emulator
-from cudnn_dsa.backends import BackwardTensors, sm100
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors, sm100
 from cudnn_dsa.contracts.sparse_attention import Problem
 
 POISON = float("nan")
+
+
+@cute.jit
+def _nothing():
+    pass
+
+
+# Of the emulator's stand-in and the DSL's own runtime library, the first that a process loads serves all host code in
+# it. A kernel compiled outside ``emulate`` would load the latter, and no host code could be emulated after that.
+with cute_emulator.emulate("sm_100a"):
+    cute.compile(_nothing)()
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -57,3 +69,19 @@ def backward(
     with cute_emulator.device(arch, **emulation) as gpu:
         sm100.backward(problem, tensors, workspace, None)
     return (dq, dkv, d_sink), gpu
+
+
+def forward(case: Case, *, out_dtype: torch.dtype | None = None, arch: str = "sm_100a", **emulation):
+    """((out, lse), emulated device); out and lse start as NaN."""
+    out_dtype = out_dtype or case.q.dtype
+    problem = problem_of(case, "forward", out_dtype=name_of(out_dtype))
+    assert sm100.supports(problem) is None
+    out = torch.full(case.dout.shape, POISON, dtype=out_dtype)
+    lse = torch.full(case.dout.shape[:2], POISON)
+    tensors = ForwardTensors(
+        q=case.q, kv=case.kv, topk_idxs=case.topk_idxs, attn_sink=case.attn_sink, topk_length=case.topk_length,
+        softmax_scale=case.softmax_scale, out=out, lse=lse,
+    )  # fmt: skip
+    with cute_emulator.device(arch, **emulation) as gpu:
+        sm100.forward(problem, tensors, None, None)
+    return (out, lse), gpu

@@ -60,7 +60,7 @@ PAIRWISE = [
     (24, 512, BF16, "sink_mixed", 3, 64),
     (32, 512, BF16, "scattered_invalid", 3, 100),
     (32, 576, FP16, "duplicates", 1, 64),
-    (32, 512, FP16, "odd_lengths", 3, 100),
+    (32, 512, FP16, "odd_lengths", 6, 100),
     (64, 512, FP16, "sink_minus_inf", 3, 100),
     (64, 512, BF16, "hot_key", 1, 130),
     (64, 576, FP16, "cut_off_entries", 3, 64),

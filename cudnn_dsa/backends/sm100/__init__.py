@@ -22,8 +22,6 @@ def unavailable(device: str) -> str | None:
 
 def supports(problem: Problem) -> str | None:
     p = problem
-    if p.direction != "backward":
-        return "there is no forward kernel here"
     if p.q_cluster_mode != "off":
         return "queries are not clustered here"
     if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
@@ -54,7 +52,9 @@ def fingerprint(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None:
-    raise NotImplementedError("there is no forward kernel here")
+    from cudnn_dsa.backends.sm100 import plans
+
+    plans.forward(problem, tensors, stream)
 
 
 def backward(problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None:

@@ -23,8 +23,8 @@ def head_tile(heads: int) -> int:
 class Registers:
     """Registers a thread of each warpgroup after setmaxnreg; the sum over warpgroups is what the CTA started with."""
 
-    gather: int = 48
-    softmax: int = 144
+    gather: int = 40
+    softmax: int = 152
     reduce: int = 96
     issue: int = 96
 
@@ -184,3 +184,65 @@ class Config:
     @cached_property
     def tmem_allocated(self) -> int:
         return max(32, 1 << (self.tmem_end - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """The choices of the forward. Tiles always have 64 heads: those past H are zeros.
+
+    Shared memory at D = 576: Q 72 KB, two stages of keys 144 KB, P 8 KB.
+    """
+
+    element: str
+    head_dim: int
+    heads: int
+    has_sink: bool
+    has_topk_length: bool
+    head_dim_v: int = 512
+    ring: int = 4
+    registers: tuple[int, int, int] = (80, 240, 120)  # gather, softmax, issue
+
+    issue_warp = 8
+    index_warp = 9
+    threads = 384
+    heads_tile = 64
+    kv_stages = 2
+    tmem_out = 64
+    tmem_allocated = 512
+    offset_kv = property(lambda self: self.q.bytes)
+    offset_p = property(lambda self: self.offset_kv + self.kv_stages * self.kv.bytes)
+    offset_rows = property(lambda self: self.offset_p + self.p.bytes)
+    offset_counts = property(lambda self: self.offset_rows + self.ring * KEYS * 4)
+    offset_factors = property(lambda self: self.offset_counts + self.ring * 4)
+    offset_tmem = property(lambda self: self.offset_factors + (2 * KEYS + 8) * 4)
+    offset_barriers = property(lambda self: self.offset_tmem + 16)
+
+    @property
+    def q(self) -> Tile:
+        return Tile(self.heads_tile, self.head_dim)
+
+    @property
+    def kv(self) -> Tile:
+        return Tile(KEYS, self.head_dim)
+
+    @property
+    def p(self) -> Tile:
+        """P: heads x keys."""
+        return Tile(self.heads_tile, KEYS)
+
+    @property
+    def head_tiles(self) -> int:
+        return -(-self.heads // self.heads_tile)
+
+    @property
+    def rings(self) -> dict[str, tuple[int, int, int]]:
+        """As ``Config.rings``."""
+        return {"rows": (self.ring, 1, 4), "kv": (self.kv_stages, 4, 1), "scores": (1, 1, 1), "p": (1, 4, 1)}
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.offset_barriers + 8 * sum(2 * stages for stages, _, _ in self.rings.values())
+
+    @property
+    def key(self) -> tuple:
+        return astuple(self)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cudnn_dsa import artifact
-from cudnn_dsa.backends import BackwardTensors
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors
 from cudnn_dsa.backends.sm100.sources import config, sources
 from cudnn_dsa.contracts.sparse_attention import WORKSPACE_ALIGNMENT, Problem
 
@@ -48,6 +48,8 @@ def chunk_of(problem: Problem) -> int:
 @functools.lru_cache(maxsize=256)
 def workspace(problem: Problem) -> Workspace:
     p = problem
+    if p.direction == "forward":
+        return Workspace({}, 0)
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"z2": ((p.s_q, p.heads), torch.float32)}
     if not p.has_delta:
         wanted["delta"] = ((p.s_q, p.heads), torch.float32)
@@ -103,3 +105,12 @@ def backward(problem: Problem, t: BackwardTensors, memory: torch.Tensor, stream:
                 kernels[name].launch(stream, {**values, "first_query": first, "queries": min(step, p.s_q - first)})
     for name in after:
         kernels[name].launch(stream, values)
+
+
+def forward(problem: Problem, t: ForwardTensors, stream: Any) -> None:
+    p = problem
+    values = {
+        "q": t.q, "kv": t.kv, "attn_sink": t.attn_sink, "topk_idxs": t.topk_idxs, "topk_length": t.topk_length,
+        "out": t.out, "lse": t.lse, "s_q": p.s_q, "s_kv": p.s_kv, "topk": p.topk, "softmax_scale": t.softmax_scale,
+    }  # fmt: skip
+    artifact.load(sources, p)["forward"].launch(stream, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudnn_dsa.artifact import Source
-from cudnn_dsa.backends.sm100.config import Config, head_tile
+from cudnn_dsa.backends.sm100.config import Config, ForwardConfig, head_tile
 from cudnn_dsa.contracts.sparse_attention import Problem
 from cudnn_dsa.cute import sources as shared
 
@@ -26,8 +26,10 @@ def config(problem: Problem) -> Config:
 
 
 def sources(problem: Problem, arch: str) -> tuple[Source, ...]:
-    """The kernels of a backward, in the order of their launches."""
+    """The kernels of a call, in the order of their launches."""
     p = problem
+    if p.direction == "forward":
+        return (_forward(p, arch),)
     found = [shared.prepare(p, arch)]
     if p.dtype == "float16":
         found += [_key_norms(p, arch), _gain(p, arch)]
@@ -62,6 +64,27 @@ def _backward(problem: Problem, arch: str) -> Source:
     return shared.simple(
         "backward", arch, (arch, c.key), host, inputs, kernel, f"queries * {c.head_tiles}", c.threads, c.shared_bytes
     )
+
+
+def _forward(problem: Problem, arch: str) -> Source:
+    """out and lse: see forward_kernel.py."""
+    p = problem
+    c = ForwardConfig(ELEMENTS[p.dtype], p.head_dim, p.heads, p.has_sink, p.has_topk_length, p.head_dim_v)
+
+    def host():
+        from cudnn_dsa.backends.sm100.forward_kernel import ForwardSm100
+
+        return ForwardSm100(c)
+
+    element = f"{p.dtype}*16"
+    inputs = {
+        "q": element, "kv": element, "attn_sink": "float32*", "topk_idxs": "int32*", "topk_length": "int32*",
+        "out": f"{p.out_dtype}*16", "lse": "float32*",
+        "s_q": "int32", "s_kv": "int32", "topk": "int32", "softmax_scale": "float32",
+    }  # fmt: skip
+    kernel = " ".join(name for name in inputs if name != "s_q")
+    key = (arch, c.key, p.out_dtype)
+    return shared.simple("forward", arch, key, host, inputs, kernel, f"s_q * {c.head_tiles}", c.threads, c.shared_bytes)
 
 
 def _tables(problem: Problem, arch: str) -> Source:

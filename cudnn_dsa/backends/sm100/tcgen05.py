@@ -83,3 +83,15 @@ def load(tmem: Int32, shape: str, repeat: int, *, loc=None, ip=None) -> tuple:
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def store(tmem: Int32, values, *, loc=None, ip=None) -> None:
+    """By a warp, to its quarter of the lanes: register j to (lane, column j); complete when it returns."""
+    registers = ", ".join(f"{{$r{1 + i}}}" for i in range(len(values)))
+    inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32 [{{$r0}}], {{{registers}}}; tcgen05.wait::st.sync.aligned;",
+        read_only_args=[tmem, *values],
+        loc=loc,
+        ip=ip,
+    )
