@@ -7,6 +7,7 @@ other S_q and S_kv if need be. A wrapper does it all in one call. Both only prep
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,10 +48,10 @@ class _Plan:
         Raises:
             UnsupportedError: they compute something else.
         """
-        problem = self._checked()
-        backend = backends.select(problem)
-        backend.prepare(problem)
-        selftest.ensure(backend, problem)
+        for problem in _executions(self._checked()):
+            backend = backends.select(problem)
+            backend.prepare(problem)
+            selftest.ensure(backend, problem)
 
     def scratch_workspace_bytes(self) -> int:
         """Bytes of workspace that ``execute`` takes at the samples' sizes (0: none). It grows with S_q and S_kv."""
@@ -71,6 +72,17 @@ class _Plan:
             self._problem = problem
             self._options = options_of(self._options, dkv_dtype=problem.dkv_dtype)
         return self._problem
+
+
+def _executions(problem: Problem) -> list[Problem]:
+    """The kernels that a plan's executions choose among by their arguments, as problems: an execution may add into an
+    fp32 or fp64 dkv, and a forward, which has no sample of out, may write it in fp32."""
+    found = [problem]
+    if problem.direction == "backward" and problem.dkv_dtype in ("float32", "float64"):
+        found.append(replace(problem, accumulate=True))
+    if problem.direction == "forward" and problem.out_dtype != "float32":
+        found.append(replace(problem, out_dtype="float32"))
+    return found
 
 
 class SparseAttentionBackward(_Plan):
