@@ -52,17 +52,10 @@ class _Plan:
         Raises:
             UnsupportedError: they compute something else.
         """
-        problem = self._checked()
-        backend = backends.select(problem)
-        variants = [problem]
-        if problem.direction == "forward" and problem.dtype in ("bfloat16", "float16"):
-            variants.append(replace(problem, out_dtype="float32"))
-        if problem.direction == "backward" and problem.dkv_dtype in ("float32", "float64"):
-            variants.append(replace(problem, accumulate=True))
-        for variant in variants:
-            if backend.supports(variant) is None:
-                backend.prepare(variant)
-        selftest.ensure(backend, problem)
+        for problem in _executions(self._checked()):
+            backend = backends.select(problem)
+            backend.prepare(problem)
+            selftest.ensure(backend, problem)
 
     def scratch_workspace_bytes(self) -> int:
         """Bytes of workspace that ``execute`` takes at the samples' sizes (0: none). It grows with S_q and S_kv."""
@@ -83,6 +76,17 @@ class _Plan:
             self._problem = problem
             self._options = options_of(self._options, dkv_dtype=problem.dkv_dtype)
         return self._problem
+
+
+def _executions(problem: Problem) -> list[Problem]:
+    """The kernels that a plan's executions choose among by their arguments, as problems: an execution may add into an
+    fp32 or fp64 dkv, and a forward, which has no sample of out, may write it in fp32."""
+    found = [problem]
+    if problem.direction == "backward" and problem.dkv_dtype in ("float32", "float64"):
+        found.append(replace(problem, accumulate=True))
+    if problem.direction == "forward" and problem.dtype in ("bfloat16", "float16"):
+        found.append(replace(problem, out_dtype="float32"))
+    return found
 
 
 class SparseAttentionBackward(_Plan):

@@ -7,6 +7,7 @@ no CuTe DSL to use one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -37,7 +38,9 @@ def write(folder: Path, artifacts: Iterable[Artifact]) -> list[Record]:
         The manifest's records: ``identity``, ``name``, ``arch``, ``resources``, ``files`` (role -> [name, SHA-256]).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    earlier = {name for record in manifest(folder) for name, _ in record["files"].values()}
+    earlier: set[str] = set()
+    with contextlib.suppress(RuntimeError):  # damaged: its files are not known, those with the same names are replaced
+        earlier = {name for record in manifest(folder) for name, _ in record["files"].values()}
     (folder / MANIFEST).unlink(missing_ok=True)  # while this goes on nothing here is whole
     records: dict[str, Record] = {}
     for artifact in artifacts:
@@ -60,11 +63,17 @@ def write(folder: Path, artifacts: Iterable[Artifact]) -> list[Record]:
 
 
 def manifest(folder: Path) -> list[Record]:
-    """The records of a directory; none where there is no manifest, or one of another format."""
+    """The records of a directory; none where there is no manifest, or one of another format.
+
+    Raises:
+        RuntimeError: the manifest is damaged.
+    """
     try:
         data = json.loads((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except ValueError as error:
+        raise RuntimeError(f"{folder / MANIFEST} is damaged ({error}): build the directory again") from None
     if data["format"] != FORMAT:
         logger.warning("%s is of another version (format %s)", folder / MANIFEST, data["format"])
         return []

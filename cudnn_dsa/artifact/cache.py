@@ -151,18 +151,27 @@ class Cache:
     def _lock(self, digest: str) -> Iterator[None]:
         """One holder among all threads and processes. The system frees the lock of a process that dies; of one that
         hangs nobody waits forever: an entry is replaced as a whole, so that to make it twice does no harm."""
-        folder = self._folder(make=True)
-        if folder is None:
+        handle = self._open_lock(digest)
+        if handle is None:
             yield
             return
-        number = int(hashlib.sha256(digest.encode()).hexdigest(), 16) % _LOCKS
-        handle = os.open(folder / f"lock-{number:02x}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             if not _acquire(handle, LOCK_SECONDS):
                 logger.warning("gave up waiting for the lock of %s", digest)
             yield
         finally:
             os.close(handle)
+
+    def _open_lock(self, digest: str) -> int | None:
+        folder = self._folder(make=True)
+        if folder is None:
+            return None
+        number = int(hashlib.sha256(digest.encode()).hexdigest(), 16) % _LOCKS
+        try:
+            return os.open(folder / f"lock-{number:02x}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:  # a file system that is read-only or full: what is there is used, nothing is added
+            logger.warning("there is no lock for %s: %s", digest, error)
+            return None
 
     def _evict(self, folder: Path) -> None:
         found = _by_age(folder)

@@ -99,6 +99,7 @@ def _library() -> ctypes.CDLL:
         raise DriverError(f"no CUDA driver: {error}") from None
     for name, types in {
         "cuInit": (c_uint,),
+        "cuDriverGetVersion": (POINTER(c_int),),
         "cuGetErrorName": (c_int, POINTER(c_char_p)),
         "cuGetErrorString": (c_int, POINTER(c_char_p)),
         "cuDeviceGet": (POINTER(c_int), c_int),
@@ -114,7 +115,10 @@ def _library() -> ctypes.CDLL:
         "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
         "cuLaunchKernelEx": (c_char_p, c_void_p, c_char_p, c_void_p),
     }.items():
-        getattr(library, name).argtypes = types
+        try:
+            getattr(library, name).argtypes = types
+        except AttributeError:
+            raise DriverError(f"the CUDA driver is too old: it has no {name}") from None
     return library
 
 
@@ -215,6 +219,16 @@ class CudaDevice:
             yield
         finally:
             _call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
+def cuda_version() -> int | None:
+    """The newest major version of CUDA that the driver takes; None without a driver."""
+    value = c_int()
+    try:
+        _call("cuDriverGetVersion", byref(value))
+    except DriverError:
+        return None
+    return value.value // 1000
 
 
 def architectures(major: int, minor: int) -> tuple[str, ...]:

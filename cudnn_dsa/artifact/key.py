@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cudnn_dsa.artifact.description import Source
+from cudnn_dsa.artifact.driver import cuda_version
 
 SHARED_PARTS = Path(__file__).resolve().parents[1] / "cute"
-# What compiles: the DSL, with the assembler in its libraries. The file of another version is another file.
-TOOLCHAIN = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base")
+# What compiles. The file of another version is another file.
+TOOLCHAIN = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core")
+# The assembler is in one of these, by the CUDA version it belongs to: the DSL loads the newest that the driver takes.
+ASSEMBLERS = {13: "nvidia-cutlass-dsl-libs-cu13", 12: "nvidia-cutlass-dsl-libs-cu12"}
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -50,13 +53,22 @@ def _plain(key: Any) -> Any:
 @functools.lru_cache(maxsize=1)
 def toolchain() -> dict[str, str]:
     """Versions of what compiles kernels here; empty without the CuTe DSL."""
-    found = {}
+    supported = cuda_version()
+    found: dict[str, str] = {}
     for name in TOOLCHAIN:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        _add_version(found, name)
+    for major, name in ASSEMBLERS.items():
+        if (supported is None or supported >= major) and _add_version(found, name):
+            break
     return found
+
+
+def _add_version(found: dict[str, str], name: str) -> bool:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=64)

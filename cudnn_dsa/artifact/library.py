@@ -37,12 +37,13 @@ def unavailable(device: str, major: int) -> str | None:
     if stand_in is None and not device.startswith("cuda"):
         return f"it runs on CUDA devices, not on {device}"
     try:
-        architecture = (stand_in or driver.current(device)).architectures[0]
+        targets = (stand_in or driver.current(device)).architectures
     except driver.DriverError as error:
         return str(error)
-    if architecture[:-2] != f"sm_{major}":
-        return f"{device} is {architecture[:-1]}, the kernels are for sm_{major}x"
-    return None if any(_records(folder) for folder in directories()) else build.unavailable()
+    if targets[0][:-2] != f"sm_{major}":
+        return f"{device} is {targets[0][:-1]}, the kernels are for sm_{major}x"
+    ahead = any(record["arch"] in targets for folder in directories() for record in _records(folder).values())
+    return None if ahead else build.unavailable()
 
 
 def load(sources: Sources, problem: Problem) -> Mapping[str, Kernel]:
@@ -106,7 +107,13 @@ def compiled(source: Source) -> Artifact:
         logger.info("compiled %s for %s in %.1f s", source.name, source.arch, time.perf_counter() - start)
         return files
 
-    artifact = Artifact.from_files(CACHE.get_or_make(digest, make))
+    files = CACHE.get_or_make(digest, make)
+    try:
+        artifact = Artifact.from_files(files)
+    except (ValueError, KeyError, TypeError) as error:  # whole, but of a version that described kernels otherwise
+        logger.warning("the cache entry %s is not understood (%r) and is made again", digest, error)
+        CACHE.put(digest, files := make())
+        artifact = Artifact.from_files(files)
     with _lock:
         while len(_artifacts) >= MAX_ARTIFACTS:
             del _artifacts[next(iter(_artifacts))]

@@ -194,6 +194,29 @@ def test_a_lock_that_is_never_given_back_does_not_hang(store: Cache, monkeypatch
             os.close(handle)
 
 
+def test_a_folder_that_only_can_be_read_serves_what_it_has(
+    store: Cache, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """A cache on a read-only file system, as in an image of a container: no lock, no file can be made."""
+    store.put(KEY, FILES)
+
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return opened(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    assert store.get_or_make(KEY, lambda: pytest.fail("it is there")) == FILES
+    with caplog.at_level(logging.WARNING):
+        assert store.get_or_make("other", lambda: {"a": b"made"}) == {"a": b"made"}
+    assert {record.message.partition(":")[0] for record in caplog.records} == {
+        "there is no lock for other", "other is not kept in the cache",
+    }  # fmt: skip
+    monkeypatch.undo()
+    assert store.get("other") is None
+
+
 def test_an_error_while_an_entry_is_made_is_the_callers(store: Cache) -> None:
     def fail() -> dict[str, bytes]:
         raise RuntimeError("no compiler")

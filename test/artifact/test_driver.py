@@ -214,3 +214,24 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
             driver.current("cuda:0")
     finally:
         driver._library.cache_clear()
+
+
+def test_the_cuda_version_of_the_driver(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(value: Any) -> None:
+        value._obj.value = 12090
+
+    monkeypatch.setattr(fake, "_cuDriverGetVersion", answer, raising=False)
+    assert driver.cuda_version() == 12
+    fake.answers["cuDriverGetVersion"] = [999]
+    assert driver.cuda_version() is None
+
+
+def test_a_driver_without_what_is_needed_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    driver._library.cache_clear()
+    try:
+        with pytest.raises(driver.DriverError, match="too old: it has no cuInit"):
+            driver._library()
+        assert driver.cuda_version() is None
+    finally:
+        driver._library.cache_clear()

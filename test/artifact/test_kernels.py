@@ -13,6 +13,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,56 @@ def test_each_part_of_a_kernels_identity_counts(monkeypatch: pytest.MonkeyPatch,
     assert key.cache_key(source) != before
     with pytest.raises(TypeError, match="not <object"):
         key.identity(replace(source, key=(object(),)))
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver_takes", "assembler"),
+    [
+        ((12, 13), None, 13), ((12, 13), 13, 13), ((12, 13), 14, 13), ((12, 13), 12, 12), ((12,), 13, 12),
+        ((13,), 13, 13), ((), 13, None),
+    ],
+)  # fmt: skip
+def test_the_assembler_that_the_dsl_loads_counts(
+    installed: tuple, driver_takes: int | None, assembler: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them may stand side by side; which one compiles depends on the driver, and machines share a cache."""
+    names = [f"nvidia-cutlass-dsl-libs-cu{major}" for major in installed] + list(key.TOOLCHAIN)
+
+    def version(name: str) -> str:
+        if name not in names:
+            raise metadata.PackageNotFoundError(name)
+        return "4.8.1"
+
+    monkeypatch.setattr(key.metadata, "version", version)
+    monkeypatch.setattr(key, "cuda_version", lambda: driver_takes)
+    expected = set(key.TOOLCHAIN) | ({f"nvidia-cutlass-dsl-libs-cu{assembler}"} if assembler else set())
+    assert set(key.toolchain.__wrapped__()) == expected
+
+
+def test_the_assembler_in_the_key_is_the_one_loaded() -> None:
+    """Against the DSL itself, in this process."""
+    import cutlass  # noqa: F401
+
+    loaded = Path(sys.modules["cutlass._mlir._mlir_libs._cutlass_ir"].__file__ or "").name
+    assert f"nvidia-cutlass-dsl-libs-{loaded.split('.')[1]}" in key.toolchain()
+
+
+def test_an_entry_of_another_description_is_made_again(caplog) -> None:
+    """It verifies, but a version that described kernels otherwise wrote it."""
+    source = backend.scale_rows("sm_90a")
+    whole = library.compiled(source).to_files()
+    description = json.loads(whole["launch.json"])
+    for change in ({"launch": {"arguments": []}}, {"surplus": 1}, {"inputs": {"x": "int99"}}):
+        files = {**whole, "launch.json": json.dumps({**description, **change}).encode()}
+        library.CACHE.put(key.cache_key(source), files)
+        library._artifacts.clear()
+        with caplog.at_level(logging.WARNING):
+            assert library.compiled(source).launch == source.launch
+        assert "is not understood" in caplog.text
+        caplog.clear()
+        library._artifacts.clear()
+        assert library.compiled(source).launch == source.launch
+        assert caplog.text == ""
 
 
 def test_the_program_text_of_the_whole_package_counts(tmp_path: Path) -> None:
@@ -421,6 +472,35 @@ def test_a_manifest_of_another_format_is_none(tmp_path: Path, caplog) -> None:
         assert aot.manifest(tmp_path) == []
     assert "another version" in caplog.text
     assert aot.manifest(tmp_path / "nowhere") == []
+
+
+def test_a_damaged_manifest_is_named_and_built_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a build that was interrupted leaves: the choice of a backend goes on to the next one."""
+    monkeypatch.setenv("CUDNN_DSA_KERNELS", str(built))
+    (artifact_of_it,) = [aot.read(built, record) for record in aot.manifest(built)][:1]
+    whole = (built / "manifest.json").read_bytes()
+    for left in (b"", whole[: len(whole) // 2]):
+        (built / "manifest.json").write_bytes(left)
+        library._records.cache_clear()
+        with cute_emulator.device("sm_90a"), pytest.raises(RuntimeError, match=r"manifest\.json is damaged"):
+            artifact.unavailable("cpu", 9)
+        aot.write(built, [artifact_of_it])
+        assert [record["name"] for record in aot.manifest(built)] == [artifact_of_it.name]
+
+
+def test_kernels_of_another_architecture_make_nothing_available(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDNN_DSA_KERNELS", str(built))
+    monkeypatch.setattr(key, "toolchain", dict)
+    manifest = json.loads((built / "manifest.json").read_bytes())
+    for kept, available in (("sm_90a", (True, False)), ("sm_100f", (False, True))):
+        kernels = [record for record in manifest["kernels"] if record["arch"] == kept]
+        (built / "manifest.json").write_text(json.dumps({**manifest, "kernels": kernels}))
+        library._records.cache_clear()
+        for arch, major, expected in (("sm_90a", 9, available[0]), ("sm_103a", 10, available[1])):
+            with cute_emulator.device(arch) as device:
+                device.architectures = architectures(int(arch[3:-2]), int(arch[-2]))
+                reason = artifact.unavailable("cpu", major)
+                assert reason is None if expected else "not installed" in str(reason)
 
 
 def test_aot_says_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -255,16 +255,34 @@ def test_prepare_runs_in_compile(monkeypatch):
     assert seen[0].direction == "backward"
 
 
-def test_compile_prepares_what_a_call_may_still_choose(monkeypatch):
-    seen = []
-    monkeypatch.setattr(reference, "prepare", lambda problem: seen.append((problem.accumulate, problem.out_dtype)))
-    case = make("sink", torch.bfloat16, Sizes())
-    SparseAttentionForward(case.q, case.kv, case.topk_idxs, backend="reference").compile()
-    assert seen == [(False, "bfloat16"), (False, "float32")]
-    for dkv, accumulates in ((None, [False]), (torch.zeros(case.kv.shape), [False, True])):
-        seen.clear()
-        SparseAttentionBackward(**arguments(case, "sample_"), sample_dkv=dkv, backend="reference").compile()
-        assert [accumulate for accumulate, _ in seen] == accumulates
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dkv", [None, torch.float32], ids=str)
+def test_no_execution_needs_a_kernel_that_compile_did_not_prepare(monkeypatch, dtype, dkv):
+    """Whatever a plan may be executed with: what a graph captures must not be compiled inside of it."""
+    case = make("sink", dtype, Sizes())
+    prepared, ran = set(), set()
+    for direction in ("forward", "backward"):
+        call = getattr(reference, direction)
+        monkeypatch.setattr(
+            reference, direction, lambda p, *rest, call=call: (ran.add(p.kernel_key("")), call(p, *rest))
+        )
+    monkeypatch.setattr(reference, "prepare", lambda p: prepared.add(p.kernel_key("")))
+
+    sample = None if dkv is None else torch.empty(case.kv.shape, dtype=dkv)
+    plan = SparseAttentionBackward(**arguments(case, "sample_"), sample_dkv=sample, backend="reference")
+    plan.compile()
+    plan.execute(**arguments(case), dkv=sample)
+    if torch.float32 in (dtype, dkv):
+        plan.execute(**arguments(case), dkv=torch.zeros(case.kv.shape), accumulate=True)
+    inputs = {"q": case.q, "kv": case.kv, "topk_idxs": case.topk_idxs, "attn_sink": case.attn_sink}
+    forward = SparseAttentionForward(
+        **{f"sample_{name}": tensor for name, tensor in inputs.items()}, backend="reference"
+    )
+    forward.compile()
+    for out in (None, torch.empty(case.out.shape, dtype=dtype), torch.empty(case.out.shape)):
+        forward.execute(**inputs, out=out)
+    assert len(ran) >= 2
+    assert ran <= prepared
 
 
 def test_deterministic_follows_torch(monkeypatch):

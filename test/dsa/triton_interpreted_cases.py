@@ -1,13 +1,19 @@
 """The Triton kernels in the interpreter against the float64 oracles. Run by test_triton_interpreted.py, which sets
 TRITON_INTERPRET=1 for a process of its own; the name keeps pytest from collecting this file by itself."""
 
+from dataclasses import replace
+
 import dsa_oracle
 import pytest
 import torch
 from dsa_cases import CASES, Sizes, assert_gradients, bound, make
 from triton_interpreter import backward, forward, problem_of
 
+from cudnn_dsa import interface
+from cudnn_dsa.admission import by_name
+from cudnn_dsa.backends import triton as backend
 from cudnn_dsa.backends.triton import plans, tuning
+from cudnn_dsa.contracts.sparse_attention import Options
 
 HALVES = (torch.bfloat16, torch.float16)
 SMALL = Sizes(s_q=4, topk=40)  # two tiles of keys, the second one partly filled
@@ -141,3 +147,26 @@ def test_every_tile_shape(direction, monkeypatch):
             assert_gradients("scattered_invalid", case, backward(case))
         else:
             assert dsa_oracle.relative_error(forward(case)[0], case.forward_oracle()[0]) <= 3e-3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("name", ["random", "sink", "topk_length"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_is_tuned_on_is_a_call_of_the_contract(direction, name, accumulate):
+    """The random tensors of a measurement are the problem's in name, shape and dtype, and the backend runs them."""
+    case = make(name, torch.bfloat16, sized(512, s_q=2))
+    dkv = torch.zeros(case.kv.shape) if accumulate else None
+    problem = replace(problem_of(case, dkv=dkv, accumulate=accumulate), direction=direction)
+    sample, tensors, memory = plans._sample(problem)
+    options = Options(direction, "reference", accumulate=accumulate and direction == "backward")
+    checked = interface.gate(by_name(tensors), options)
+    assert replace(checked, backend=sample.backend, accumulate=sample.accumulate, dkv_dtype=sample.dkv_dtype) == sample
+    assert type(tensors.softmax_scale) is float
+    if direction == "forward":
+        backend.forward(sample, tensors, None, None)
+        assert torch.isfinite(tensors.out).all()
+        assert tensors.out.any()
+    else:
+        backend.backward(sample, tensors, memory, None)
+        assert torch.isfinite(tensors.dq).all()
+        assert tensors.dkv.any()

@@ -61,9 +61,9 @@ def backward(case, *, deterministic=False, delta=None, dkv=None, accumulate=Fals
     return tensors["dq"], tensors["dkv"], tensors["d_sink"]
 
 
-def problem_of(case, *, deterministic=False):
+def problem_of(case, *, deterministic=False, dkv=None, accumulate=False):
     """The problem of a backward of a case."""
-    return _problem(_backward_tensors(case, None, None), _backward_options(deterministic, False))
+    return _problem(_backward_tensors(case, None, dkv), _backward_options(deterministic, accumulate))
 
 
 def _backward_tensors(case, delta, dkv):

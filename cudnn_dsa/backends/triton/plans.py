@@ -201,13 +201,13 @@ def _sample(problem: Problem) -> tuple[Problem, Any, torch.Tensor | None]:
     out, lse = empty(p.s_q, p.heads, p.head_dim_v, dtype=p.out_dtype), empty(p.s_q, p.heads, dtype="float32")
     scale = p.head_dim**-0.5
     if p.direction == "forward":
-        return p, ForwardTensors(q, kv, topk_idxs, sink, length, scale, out, lse), None
+        return p, ForwardTensors(q, kv, topk_idxs, sink, length, out=out, lse=lse, softmax_scale=scale), None
     memory = torch.empty(backward_workspace(p).total, device=device, dtype=torch.uint8)
     delta = empty(p.s_q, p.heads, dtype="float32") if p.has_delta else None
     d_sink = empty(p.heads, dtype="float32") if p.has_sink else None
     tensors = BackwardTensors(
-        q, kv, out, random(p.s_q, p.heads, p.head_dim_v), lse + 10, sink, topk_idxs, length, delta, scale,
-        torch.empty_like(q), empty(p.s_kv, p.head_dim, dtype=p.dkv_dtype), d_sink,
+        q, kv, out, random(p.s_q, p.heads, p.head_dim_v), lse + 10, sink, topk_idxs, length, delta,
+        dq=torch.empty_like(q), dkv=empty(p.s_kv, p.head_dim, dtype=p.dkv_dtype), d_sink=d_sink, softmax_scale=scale,
     )  # fmt: skip
     return p, tensors, memory
 
