@@ -285,8 +285,8 @@ def inputs_of(seed, dtype, heads=40, q_len=32, kv_len=300):
 def test_equals_softmax_within_the_online_kernels_error(dtype, seeds):
     """40 inputs a seed, random and adversarial. Hybrid launch: all finite, all right. Uniform launch of the eligible
     ones: right too. 'Right' is the online kernel's own error on the input plus, in bf16, one rounding of P (a running
-    maximum makes the largest weight exactly 1, here it is 2^(s - m) of any size) and the unit in the last place by which
-    out may then round otherwise; in fp32 the rounding of s - m (|s - m| < 256, so 2^-17 ln 2)."""
+    maximum makes the largest weight exactly 1, here it is 2^(s - m) of any size) and the unit in the last place by
+    which out may then round otherwise; in fp32 the rounding of s - m (|s - m| < 256, so 2^-17 ln 2)."""
     hybrid = jax.jit(lambda q, k, v: fixed_m_attention(q, k, v, block_sizes=SMALL))
     uniform = jax.jit(lambda q, k, v: fixed_m_attention(q, k, v, block_sizes=SMALL, uniform=True))
     online = jax.jit(lambda q, k, v: splash_attention(q, k, v, block_sizes=SMALL))
