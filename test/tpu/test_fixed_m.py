@@ -351,7 +351,7 @@ def test_values_beyond_256_fall_back(monkeypatch, largest, eligible):
     tables = []
     original = FixedM.metadata
     monkeypatch.setattr(FixedM, "metadata", lambda *a, **o: tables.append(original(*a, **o)) or tables[-1])
-    out = fixed_m_attention(q, k, v, block_sizes=SMALL)
+    out = jax.block_until_ready(fixed_m_attention(q, k, v, block_sizes=SMALL))
     assert bool((tables[0][1] == 1).all()) is eligible
     if np.isfinite(largest):
         assert tpu_oracle.relative_error(out, tpu_oracle.attention(q, k, v, q).out) < 1e-5

@@ -32,8 +32,8 @@ def test_fallback_report(tmp_path, capsys):
     direction = np.eye(64)[0]
     q = rng.standard_normal((3, 256, 64))
     k = rng.standard_normal((3, 512, 64)) * 0.5
-    k[1] += 60 * direction
-    k[2, 7] = 400 * direction
+    k[1] += 150 * direction
+    k[2, 7] = 2000 * direction
     q, k = (jnp.asarray(x, jnp.float32) for x in (q, k))
     path = tmp_path / "layers.npz"
     fallback.save(path, {"first": fallback.collect(q, k, jnp.ones((3, 512, 64)), block_q=128)})
