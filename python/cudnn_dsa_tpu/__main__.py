@@ -1,4 +1,5 @@
-"""``python -m cudnn_dsa_tpu aot | train``: what a TPU would make of a shape, and a training example."""
+"""``python -m cudnn_dsa_tpu aot | fallback | train``: what a TPU would make of a shape, how often a fixed m falls back,
+and a training example."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from cudnn_dsa.contracts import ContractError
-from cudnn_dsa_tpu import BlockSizes, aot, ring_attention, splash_attention, train
+from cudnn_dsa_tpu import BlockSizes, FixedM, aot, fallback, fixed_m_attention, ring_attention, splash_attention, train
 from cudnn_dsa_tpu.block_sizes import resolve, vmem_bytes
 from cudnn_dsa_tpu.bundles import read_dump
 from cudnn_dsa_tpu.chips import CHIPS, MIB
@@ -42,6 +43,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     sub.add_argument("--ring", type=int, default=1, metavar="R", help="devices of a ring; --shape is then one shard")
     sub.add_argument("--bidirectional", action="store_true")
     sub.add_argument("--compare", action="store_true", help="also compile jax's own splash attention, same tiles")
+    sub.add_argument("--fixed-m", choices=("hybrid", "uniform"), help="attention with a fixed m")
+    sub = commands.add_parser("fallback", help="how often a fixed m falls back, per layer and head")
+    sub.add_argument("--statistics", metavar="NPZ", help="as cudnn_dsa_tpu.fallback.save wrote; default: made up")
+    sub.add_argument("--png", default="fallback.png", help="where the picture goes")
     sub = commands.add_parser("train", help="train a small diffusion-transformer block with ring attention")
     sub.add_argument("--devices", type=int, default=4, help="simulated where there is no TPU")
     sub.add_argument("--steps", type=int, default=20)
@@ -96,6 +101,9 @@ def run_aot(options: argparse.Namespace, dump: str) -> None:
 
 def _single(options: argparse.Namespace, sizes: BlockSizes) -> Any:
     def attention(q, k, v):
+        if options.fixed_m:
+            uniform = options.fixed_m == "uniform"
+            return fixed_m_attention(q, k, v, block_sizes=sizes, uniform=uniform, interpret=False)
         return splash_attention(
             q, k, v, block_sizes=sizes, use_fused_bwd_kernel=not options.unfused,
             dq_reduction_steps=3 if options.dq_slots == "3" else None, interpret=False,
@@ -107,7 +115,14 @@ def _single(options: argparse.Namespace, sizes: BlockSizes) -> Any:
 def _ring(options: argparse.Namespace, sizes: BlockSizes) -> Any:
     def attention(q, k, v):
         return ring_attention(
-            q, k, v, axis_name="ring", block_sizes=sizes, bidirectional=options.bidirectional, interpret=False
+            q,
+            k,
+            v,
+            axis_name="ring",
+            block_sizes=sizes,
+            bidirectional=options.bidirectional,
+            interpret=False,
+            fixed_m=FixedM(v_ok=True, uniform=options.fixed_m == "uniform") if options.fixed_m else None,
         )
 
     return attention
@@ -160,6 +175,13 @@ def main(arguments: list[str] | None = None) -> int:
         train.train(options.devices, options.steps)
         return 0
     try:
+        if options.command == "fallback":
+            layers = fallback.load(options.statistics) if options.statistics else fallback.synthetic()
+            rows = fallback.report(layers)
+            print(fallback.table(rows))
+            fallback.plot(rows, options.png)
+            print(f"picture: {options.png}")
+            return 0
         with tempfile.TemporaryDirectory(prefix="cudnn_dsa_tpu_aot_") as dump:
             run_aot(options, dump)
     except (aot.MissingCompiler, ContractError) as error:

@@ -161,6 +161,8 @@ def run_softmax(q, k, v, segment_ids, sink, fixed: FixedOperands | None, plan: P
     if not plan.uniform:
         return run(Launch.HYBRID)
     everywhere = jnp.all(fixed.metadata[1] > 0)
+    if plan.interpret:  # the interpreter's callbacks cannot be in a branch under vmap
+        return jax.tree.map(functools.partial(jnp.where, everywhere), run(Launch.UNIFORM), run(Launch.ONLINE))
     return lax.cond(everywhere, lambda: run(Launch.UNIFORM), lambda: run(Launch.ONLINE))
 
 

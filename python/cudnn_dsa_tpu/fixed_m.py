@@ -120,7 +120,7 @@ class FixedMNorms:
 def fixed_m_k_mean(k: jax.Array, *, axis_names: Any = ()) -> jax.Array:
     """[H_kv, D], fp32: the mean of the keys k [H_kv, T, D]; under shard_map over all shards of ``axis_names``. Pass
     keys that exist only: padding would move the mean."""
-    mean = jnp.mean(k.astype(jnp.float32), axis=1)
+    mean = jnp.mean(lax.stop_gradient(k).astype(jnp.float32), axis=1)
     return lax.pmean(mean, axis_names) if axis_names else mean
 
 
@@ -133,7 +133,8 @@ def fixed_m_norms(
     squared: bool = True,
     axis_names: Any = (),
 ) -> FixedMNorms:
-    """The statistics of q [H, S, D] and k [H_kv, T, D], in one pass over each.
+    """The statistics of q [H, S, D] and k [H_kv, T, D], in one pass over each. They have no gradient, nor need one: the
+    result of attention does not depend on them.
 
     Args:
         block_q: queries per block (``BlockSizes.block_q`` of the call); None: one block per head.
@@ -141,6 +142,7 @@ def fixed_m_norms(
         squared: leave the square root out.
         axis_names: mesh axes that shard the keys; the maximum and the mean are taken over them.
     """
+    q, k, k_mean = lax.stop_gradient((q, k, k_mean))
     centered = k_mean is not None
     mean = fixed_m_k_mean(k, axis_names=axis_names) if k_mean is None else k_mean
     kf = k.astype(jnp.float32) - (mean[:, None, :] if centered else 0.0)

@@ -284,12 +284,13 @@ def inputs_of(seed, dtype, heads=40, q_len=32, kv_len=300):
 )
 def test_equals_softmax_within_the_online_kernels_error(dtype, seeds):
     """40 inputs a seed, random and adversarial. Hybrid launch: all finite, all right. Uniform launch of the eligible
-    ones: right too. 'Right' is the online kernel's own error on the input, or, if that is larger, what any bf16 kernel
-    may lose (P and out are rounded once each), and in fp32 the rounding of s - m (|s - m| < 256, so 2^-17 ln 2)."""
+    ones: right too. 'Right' is the online kernel's own error on the input plus, in bf16, one rounding of P (a running
+    maximum makes the largest weight exactly 1, here it is 2^(s - m) of any size) and the unit in the last place by
+    which out may then round otherwise; in fp32 the rounding of s - m (|s - m| < 256, so 2^-17 ln 2)."""
     hybrid = jax.jit(lambda q, k, v: fixed_m_attention(q, k, v, block_sizes=SMALL))
     uniform = jax.jit(lambda q, k, v: fixed_m_attention(q, k, v, block_sizes=SMALL, uniform=True))
     online = jax.jit(lambda q, k, v: splash_attention(q, k, v, block_sizes=SMALL))
-    floor = {"bfloat16": 2 * 2.0**-9, "float32": 2.0**-17 * np.log(2) + 1e-6}[dtype]
+    floor = {"bfloat16": 2.0**-9 + 2.0**-8, "float32": 2.0**-17 * np.log(2) + 1e-6}[dtype]
     fallbacks, worst = 0, {}
     for seed in seeds:
         q, k, v, eligible = inputs_of(seed, dtype)
@@ -304,7 +305,7 @@ def test_equals_softmax_within_the_online_kernels_error(dtype, seeds):
         for h in range(len(q)):
             logits = np.asarray(q[h], np.float64) @ np.asarray(k[h], np.float64).T * (np.log2(np.e) / 8)
             want = model.softmax(logits, np.asarray(v[h], np.float64))
-            allowed = max(floor, 1.1 * tpu_oracle.relative_error(reference[h], want))
+            allowed = tpu_oracle.relative_error(reference[h], want) + floor
             for name, out in results.items():
                 places = [h] if name == "hybrid" else np.flatnonzero(chosen == h)[:1]
                 for place in places:
@@ -350,7 +351,7 @@ def test_values_beyond_256_fall_back(monkeypatch, largest, eligible):
     tables = []
     original = FixedM.metadata
     monkeypatch.setattr(FixedM, "metadata", lambda *a, **o: tables.append(original(*a, **o)) or tables[-1])
-    out = fixed_m_attention(q, k, v, block_sizes=SMALL)
+    out = jax.block_until_ready(fixed_m_attention(q, k, v, block_sizes=SMALL))
     assert bool((tables[0][1] == 1).all()) is eligible
     if np.isfinite(largest):
         assert tpu_oracle.relative_error(out, tpu_oracle.attention(q, k, v, q).out) < 1e-5

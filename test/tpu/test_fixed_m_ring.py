@@ -54,7 +54,7 @@ def run(devices, q, k, v, dout=None, *, ring, ulysses=1, center=False, v_ok=True
 
     sharded = jax.shard_map(attention, mesh=mesh, in_specs=(spec, spec, spec, P(axes)), out_specs=spec)
     if dout is None:
-        return jax.jit(sharded)(q, k, v, verdicts)
+        return jax.block_until_ready(jax.jit(sharded)(q, k, v, verdicts))
 
     @jax.jit
     def both(q, k, v, dout):
@@ -94,7 +94,8 @@ def test_outputs_and_gradients(devices, case):
         x[0] = x[0].at[1, 5].mul(100.0)
     result = run(devices, *x, **case)
     want = tpu_oracle.attention(*x)._asdict()
-    tpu_oracle.assert_close(result, want, sizes.get("dtype", "float32"), factor=3 if ineligible else 1)
+    # An fp32 logit of 600 is off by up to 600 * 2^-24 = 4e-5, and so is its weight.
+    tpu_oracle.assert_close(result, want, sizes.get("dtype", "float32"), factor=6 if ineligible else 1)
 
 
 def count_merges(monkeypatch):
@@ -149,7 +150,7 @@ def test_m_and_gate_are_those_of_the_whole_ring(devices, monkeypatch):
     q = q.at[:, ::70].set(q[:, :1])  # every shard has the same longest query
     q = q.at[:, ::70].mul(4.0)
     seen = tables(monkeypatch)
-    jax.block_until_ready(run(devices, q, k, v, ring=4))
+    run(devices, q, k, v, ring=4)
     jax.effects_barrier()
     ring_tables = list(seen)
     seen.clear()
