@@ -380,6 +380,20 @@ def test_a_remembered_verdict_still_sees_aliases_and_changes():
     assert_gradients("sink", case, (result.dq, result.dkv, result.d_sink))
 
 
+def test_a_verdict_is_of_one_device():
+    """Everything but the device is equal; on meta tensors nothing can run."""
+    case = make("sink", torch.float32, Sizes())
+    call = {**arguments(case), "backend": "reference"}
+    cudnn_dsa.sparse_attention_backward_wrapper(**call)
+    elsewhere = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    for _ in range(2):
+        with pytest.raises(ContractError, match="q: expected a device with memory, got meta"):
+            cudnn_dsa.sparse_attention_backward_wrapper(**elsewhere)
+    # q alone is remembered to be on the CPU.
+    with pytest.raises(ContractError, match=r"^kv: expected device cpu"):
+        cudnn_dsa.sparse_attention_backward_wrapper(**{**call, "kv": elsewhere["kv"]})
+
+
 def test_the_memory_of_verdicts_is_bounded(monkeypatch):
     monkeypatch.setattr(admission, "_VERDICTS_KEPT", 4)
     monkeypatch.setattr(admission, "_verdicts", {})
