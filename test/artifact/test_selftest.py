@@ -205,6 +205,20 @@ def test_on_silicon_a_kernel_that_passed_is_looked_up_once(monkeypatch: pytest.M
     assert len(calls) == 3, "another class of K is another tile of Triton's"
 
 
+def test_what_one_device_or_silicon_passed_is_not_known_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(selftest, "_verify", lambda b, p: asked.append(p.device))
+    monkeypatch.setattr(selftest, "_capturing", lambda device: False)
+    p = problem("backward")
+    for device in ("cuda:0", "cuda:1", "cuda:0", "cuda:1"):
+        assert selftest.ensure(reference, replace(p, device=device)) is True
+    assert asked == ["cuda:0", "cuda:1"]
+    with install(Fake(kind="another")):  # runs instead of silicon, whatever the problem's device
+        for _ in range(2):
+            assert selftest.ensure(reference, replace(p, device="cuda:0")) is False
+    assert asked[2:] == ["cuda:0", "cuda:0"]
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_launch_path_asks_first(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan's compile(), and the first call of what has no plan; not a call that launches nothing."""

@@ -220,6 +220,9 @@ def test_a_lazy_negation_is_carried_out(target, name):
     call |= outputs
     lazy = torch._neg_view(-call[name]) if name in arguments(case) else torch._neg_view(outputs[name])
     assert lazy.is_neg()
+    # The same call without the negation, so that its verdict is remembered.
+    cudnn_dsa.sparse_attention_backward_wrapper(**{k: v for k, v in call.items() if k != "d_sink"})
+    interface.sparse_attention_backward(**call)
     result = cudnn_dsa.sparse_attention_backward_wrapper(
         **{k: v for k, v in {**call, name: lazy}.items() if k != "d_sink"}
     )
@@ -378,6 +381,41 @@ def test_a_remembered_verdict_still_sees_aliases_and_changes():
         interface.sparse_attention_backward(**{**call, **interleaved})
     result = cudnn_dsa.sparse_attention_backward_wrapper(**{**call, **interleaved})
     assert_gradients("sink", case, (result.dq, result.dkv, result.d_sink))
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "out", "dout", "lse", "attn_sink"])
+def test_a_verdict_is_of_tensors_that_nothing_wraps(name):
+    """A tangent, or a torch.func transform, on a call whose like has just passed: nothing is dropped in silence."""
+    case = make("sink", torch.float32, Sizes())
+    call = {**arguments(case), "backend": "reference"}
+
+    def backward(tensor):
+        return cudnn_dsa.sparse_attention_backward_wrapper(**{**call, name: tensor}).dq
+
+    backward(call[name])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(call[name], torch.ones_like(call[name]))
+        with pytest.raises(ContractError, match=f"^{name}: expected a tensor without a tangent"):
+            backward(dual)
+    with pytest.raises(ContractError, match=f"^{name}: expected a tensor outside of torch.func"):
+        torch.func.grad(lambda x: backward(x).sum())(call[name])
+    with pytest.raises(ContractError, match=f"^{name}: expected a tensor with memory of its own"):
+        torch.func.vmap(backward)(call[name][None].repeat_interleave(2, 0))
+    backward(call[name])
+
+
+def test_a_verdict_is_of_one_device():
+    """Everything but the device is equal; on meta tensors nothing can run."""
+    case = make("sink", torch.float32, Sizes())
+    call = {**arguments(case), "backend": "reference"}
+    cudnn_dsa.sparse_attention_backward_wrapper(**call)
+    elsewhere = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    for _ in range(2):
+        with pytest.raises(ContractError, match="q: expected a device with memory, got meta"):
+            cudnn_dsa.sparse_attention_backward_wrapper(**elsewhere)
+    # q alone is remembered to be on the CPU.
+    with pytest.raises(ContractError, match=r"^kv: expected device cpu"):
+        cudnn_dsa.sparse_attention_backward_wrapper(**{**call, "kv": elsewhere["kv"]})
 
 
 def test_the_memory_of_verdicts_is_bounded(monkeypatch):
