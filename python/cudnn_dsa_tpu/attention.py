@@ -22,7 +22,8 @@ from cudnn_dsa_tpu.launch import NOTHING, Interpret, pad_to, resolve_interpret
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 
-# Names of the saved output (fp32) and base-2 logsumexp for jax.checkpoint policies: saving both spares a rerun of the forward.
+# Names of the saved output (fp32) and base-2 logsumexp for jax.checkpoint policies: saving both spares a rerun of the
+# forward kernel.
 RESIDUAL_NAMES = ("cudnn_dsa_tpu_out", "cudnn_dsa_tpu_lse")
 
 

@@ -39,8 +39,8 @@ def _clean_interpreter():
 
 @pytest.fixture
 def checkpoint_of_interpreted_kernels(monkeypatch):
-    """jax.checkpoint refuses functions with callbacks, lest they run twice. The interpreter's may: every run of a kernel
-    has memory of its own. (A compiled kernel has none.)"""
+    """jax.checkpoint refuses functions with callbacks, lest they run twice. The interpreter's may: every run of a
+    kernel has memory of its own. (A compiled kernel has none.)"""
     allowed = effects.EffectTypeSet()
     for effect in (*effects.remat_allowed_effects._effect_types, callback.IOEffect, callback.OrderedIOEffect):
         allowed.add_type(effect)

@@ -178,7 +178,7 @@ def test_checkpoint(policy):
 def test_hostile_logits():
     """Logits of +-1757 (where exp overflows), a constant row, and a key that takes all the weight.
 
-    All within 1e-5 but dk, which holds dS q of the one query that is 200 times the others. Its dS is P (dP - delta) = 0,
+    All within 1e-5 but dk, which holds dS q of the query that is 200 times the others. Its dS is P (dP - delta) = 0,
     the difference of two equal sums of D terms: each is off by sqrt(D) u of its size (Higham, Mary 2019), u = 2^-24.
     """
     case = Case(128, 300, sink=True)
@@ -201,8 +201,8 @@ def test_hostile_logits():
 @pytest.mark.parametrize(("amplitude", "above"), [(1.0, ""), (100.0, "out dq dk dv")])
 def test_logits_that_nearly_cancel(amplitude, above):
     """Keys with much in common, so that the logits of a query are large and close: an fp32 logit of 430 is off by more
-    than 1e-5 however it is computed, and so is its weight. The bound is what remains when only that which no fp32 kernel
-    avoids is rounded, and everything else is done in float64 (``tpu_oracle.attention(fp32=True)``), if it is above 1e-5.
+    than 1e-5 however it is computed, and so is its weight. Where it is above 1e-5, the bound is what remains when only
+    that which no fp32 kernel avoids is rounded, and the rest is float64 (``tpu_oracle.attention(fp32=True)``).
     """
     case = Case(128, 300)
     inputs = make_inputs(case)
