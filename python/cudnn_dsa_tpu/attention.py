@@ -22,7 +22,8 @@ from cudnn_dsa_tpu.launch import NOTHING, Interpret, pad_to, resolve_interpret
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 
-# Names of the saved output (fp32) and logsumexp for jax.checkpoint policies: saving both spares a rerun of the forward.
+# Names of the saved output (fp32) and base-2 logsumexp for jax.checkpoint policies: saving both spares a rerun of the
+# forward kernel.
 RESIDUAL_NAMES = ("cudnn_dsa_tpu_out", "cudnn_dsa_tpu_lse")
 
 
@@ -113,9 +114,10 @@ def splash_attention(
     return out, pad_to(lse, problem.q_len, axis=1, value=-jnp.inf)
 
 
-def lse_to_base2(lse: jax.Array) -> jax.Array:
-    """[H, 1, S] for the backward kernels: +1e30 for a query without keys, so that 2^(s - lse) is zero."""
-    return jnp.where(jnp.isneginf(lse), -NOTHING, lse * LOG2E)[:, None, :]
+def lse_rows(lse2: jax.Array) -> jax.Array:
+    """The base-2 logsumexp [H, S] as the backward kernels read it, [H, 1, S]: +1e30 for a query without keys, so that
+    2^(s - lse2) is zero."""
+    return jnp.where(jnp.isneginf(lse2), -NOTHING, lse2)[:, None, :]
 
 
 def delta_rows(out: jax.Array, dout: jax.Array, dlse: jax.Array | None = None) -> jax.Array:
@@ -125,9 +127,9 @@ def delta_rows(out: jax.Array, dout: jax.Array, dlse: jax.Array | None = None) -
 
 
 def run_forward(q, k, v, segment_ids, sink, plan: Plan, out_dtype, **options) -> tuple[jax.Array, jax.Array]:
-    """out [H, S, D_v] and the natural lse [H, S] of valid tokens; ``options`` as of the kernel."""
+    """out [H, S, D_v] and the base-2 lse [H, S] of valid tokens; ``options`` as of the kernel."""
     out, lse2 = run_forward_kernel(q, k, v, segment_ids, sink, plan, out_dtype, **options)
-    return out, lse2[:, 0] * LN2
+    return out, lse2[:, 0]
 
 
 def run_forward_kernel(q, k, v, segment_ids, sink, plan: Plan, out_dtype, **options) -> tuple[jax.Array, jax.Array]:
@@ -181,21 +183,24 @@ def run_backward(operands: Operands, plan: Plan, dtypes: Gradients) -> Gradients
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def attention(q, k, v, segment_ids, sink, fixed: FixedOperands | None, plan: Plan):
     """out and the natural lse of valid tokens. A fixed m changes neither beyond rounding and has no gradient."""
-    return run_softmax(q, k, v, segment_ids, sink, fixed, plan, q.dtype)
+    out, lse2 = run_softmax(q, k, v, segment_ids, sink, fixed, plan, q.dtype)
+    return out, lse2 * LN2
 
 
 def _attention_fwd(q, k, v, segment_ids, sink, fixed, plan: Plan):
     # The backward pass keeps out in fp32: delta = rowsum(out * dout) is subtracted from dP, and for logits of some tens
     # the two nearly cancel, so that the rounding of a bf16 out would outweigh every other error in dq and dk.
-    out, lse = run_softmax(q, k, v, segment_ids, sink, fixed, plan, jnp.float32)
-    out, lse = (checkpoint_name(x, name) for x, name in zip((out, lse), RESIDUAL_NAMES, strict=True))
-    return (out.astype(q.dtype), lse), (q, k, v, segment_ids, sink, out, lse)
+    # And it keeps the logsumexp in base 2, as the kernels have it: to the natural one and back is two roundings, each
+    # of which moves every weight of a query by up to 2^-24 of its lse.
+    out, lse2 = run_softmax(q, k, v, segment_ids, sink, fixed, plan, jnp.float32)
+    out, lse2 = (checkpoint_name(x, name) for x, name in zip((out, lse2), RESIDUAL_NAMES, strict=True))
+    return (out.astype(q.dtype), lse2 * LN2), (q, k, v, segment_ids, sink, out, lse2)
 
 
 def _attention_bwd(plan: Plan, residuals: Any, cotangents: Any):
-    q, k, v, segment_ids, sink, out, lse = residuals
+    q, k, v, segment_ids, sink, out, lse2 = residuals
     dout, dlse = cotangents
-    empty = jnp.isneginf(lse)
+    empty = jnp.isneginf(lse2)
     delta = delta_rows(out, dout, dlse)
     # A query without keys has constant outputs; whatever cotangent arrives (0/0 in a loss) must not spread.
     delta = jnp.where(empty, 0.0, delta)
@@ -203,7 +208,7 @@ def _attention_bwd(plan: Plan, residuals: Any, cotangents: Any):
     operands = Operands(
         q=q,
         dout=dout.astype(q.dtype),
-        lse=lse_to_base2(lse),
+        lse=lse_rows(lse2),
         delta=delta[:, None, :],
         k=k,
         v=v,
@@ -211,8 +216,8 @@ def _attention_bwd(plan: Plan, residuals: Any, cotangents: Any):
     )
     grads = run_backward(operands, plan, Gradients(q.dtype, k.dtype, v.dtype))
     dsink = None
-    if sink is not None:  # the sink's weight is exp(sink - lse) <= 1, its dP is zero
-        weight = jnp.exp(sink.astype(jnp.float32)[:, None] - lse)
+    if sink is not None:  # the sink's weight is 2^(sink - lse) <= 1 in base 2, its dP is zero
+        weight = jnp.exp2(sink.astype(jnp.float32)[:, None] * LOG2E - lse2)
         dsink = -jnp.sum(weight * delta, axis=1).astype(sink.dtype)
     return (*grads, None, dsink, None)
 

@@ -95,14 +95,21 @@ def _padded(rows: int, columns: int, itemsize: int) -> int:
     return round_up(rows, 8) * round_up(columns, NUM_LANES) * itemsize
 
 
+# Bytes per logit of a compute step that the compiler keeps at once, at most, as measured (test_aot_compile.py):
+# fp32 operands are multiplied as sums of three bf16 parts, which are kept as well.
+_LOGIT_BYTES_FORWARD = {"bfloat16": 8, "float32": 22}
+_LOGIT_BYTES_BACKWARD = {"bfloat16": 12, "float32": 36}
+
+
 def forward_vmem_bytes(tiles: Tiles, problem: Problem) -> int:
-    """Estimated vector memory of the forward kernel: double-buffered blocks, scratch, and the logits of one step."""
+    """Vector memory that suffices for the forward kernel: double-buffered blocks (the output in fp32, as for training),
+    scratch, and the logits of one step."""
     item = _ITEMSIZE[problem.dtype]
     d, dv = problem.head_dim, problem.head_dim_v
     blocks = _padded(tiles.q, d, item) + _padded(tiles.kv, d, item) + _padded(tiles.kv, dv, item)
-    blocks += _padded(tiles.q, dv, item) + _padded(8, tiles.q, 4)
+    blocks += _padded(tiles.q, dv, 4) + _padded(8, tiles.q, 4)
     scratch = _padded(tiles.q, dv, 4) + 2 * _padded(tiles.q, NUM_LANES, 4)
-    logits = _padded(tiles.q, tiles.kv_compute, 4 + item)
+    logits = _padded(tiles.q, tiles.kv_compute, _LOGIT_BYTES_FORWARD[problem.dtype])
     if problem.fixed_m:  # its own, transposed scratch, and the logits of the whole tile
         scratch += _padded(dv, tiles.q, 4) + 2 * _padded(8, tiles.q, 4)
         logits = _padded(tiles.kv, tiles.q, 4 + item)
@@ -110,14 +117,16 @@ def forward_vmem_bytes(tiles: Tiles, problem: Problem) -> int:
 
 
 def backward_vmem_bytes(tiles: Tiles, problem: Problem) -> int:
-    """Estimated vector memory of a backward kernel (the fused one, the largest)."""
+    """Vector memory that suffices for a backward kernel (the fused one, the largest): double-buffered blocks (dk and dv
+    in fp32, as in a ring), scratch, dq's part of every step, and the logits of one step."""
     item = _ITEMSIZE[problem.dtype]
     d, dv = problem.head_dim, problem.head_dim_v
     queries = _padded(tiles.q, d, item) + _padded(tiles.q, dv, item) + 2 * _padded(8, tiles.q, 4)
-    keys = _padded(tiles.kv, d, item) + _padded(tiles.kv, dv, item)
+    keys = _padded(tiles.kv, d, item + 4) + _padded(tiles.kv, dv, item + 4)
     scratch = _padded(tiles.kv, d, 4) + _padded(tiles.kv, dv, 4) + _padded(d, tiles.kv, item)
-    dq = 2 * 2 * _padded(d, tiles.q, 4)
-    return 2 * (queries + 2 * keys) + dq + scratch + _padded(tiles.kv_compute, tiles.q, 8 + 2 * item)
+    dq = (2 * 2 + tiles.kv // tiles.kv_compute) * _padded(d, tiles.q, 4)
+    logits = _padded(tiles.kv_compute, tiles.q, _LOGIT_BYTES_BACKWARD[problem.dtype])
+    return 2 * (queries + keys) + dq + scratch + logits
 
 
 def vmem_bytes(sizes: BlockSizes, problem: Problem) -> dict[str, int]:

@@ -32,11 +32,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cudnn_dsa.contracts import ContractError, UnsupportedError, check_dtype, describe
 from cudnn_dsa_tpu.attention import (
-    LN2,
     RESIDUAL_NAMES,
     Plan,
     delta_rows,
-    lse_to_base2,
+    lse_rows,
     run_backward,
     run_forward,
     run_forward_kernel,
@@ -285,16 +284,17 @@ def _close_up(x: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 class _Partial(NamedTuple):
-    """Attention to some of the keys: out [H, S, D_v] and lse [H, S], both fp32; zeros and -inf for no keys."""
+    """Attention to some of the keys: out [H, S, D_v] and the base-2 lse [H, S], both fp32; zeros and -inf for no
+    keys."""
 
     out: jax.Array
     lse: jax.Array
 
     def merge(self, other: _Partial) -> _Partial:
         """Attention to the keys of both. The exponents are differences to the larger logsumexp, at most zero."""
-        lse = jnp.logaddexp(self.lse, other.lse)
+        lse = jnp.logaddexp2(self.lse, other.lse)
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse)  # no keys on either side: weights 2^(-inf - 0) = 0
-        a, b = jnp.exp(self.lse - finite), jnp.exp(other.lse - finite)
+        a, b = jnp.exp2(self.lse - finite), jnp.exp2(other.lse - finite)
         return _Partial(self.out * a[..., None] + other.out * b[..., None], lse)
 
 
@@ -310,7 +310,7 @@ class _Sums(NamedTuple):
 
     def divided(self) -> _Partial:
         m, l = self.rows[:, 0], self.rows[:, 1]
-        return _Partial(self.acc / l[..., None], (m + jnp.log2(l)) * LN2)
+        return _Partial(self.acc / l[..., None], m + jnp.log2(l))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -378,7 +378,7 @@ def _head_parts(problem: Problem, ring: Ring) -> list[tuple[slice, slice]]:
 def _ring_bwd(plan: Plan, ring: Ring, residuals, dout):
     # Or XLA would take the forward pass's first transfer for this one's and keep those keys until now.
     (q, k, v, lengths, out, lse), dout = lax.optimization_barrier((residuals, dout))
-    lse2, delta = lse_to_base2(lse), delta_rows(out, dout)[:, None, :]
+    rows, delta = lse_rows(lse), delta_rows(out, dout)[:, None, :]
     dtypes = Gradients(jnp.float32, jnp.float32, jnp.float32)
 
     everything = (slice(None), slice(None))
@@ -387,7 +387,7 @@ def _ring_bwd(plan: Plan, ring: Ring, residuals, dout):
         x = Operands(
             q=q[part[0]],
             dout=dout[part[0]],
-            lse=lse2[part[0]],
+            lse=rows[part[0]],
             delta=delta[part[0]],
             k=keys[0][part[1]],
             v=keys[1][part[1]],

@@ -17,6 +17,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import callback, effects  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 
@@ -34,3 +35,13 @@ def _clean_interpreter():
     """An exception inside an interpreted kernel leaves the interpreter's shared memory in the way of the next one."""
     yield
     pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.fixture
+def checkpoint_of_interpreted_kernels(monkeypatch):
+    """jax.checkpoint refuses functions with callbacks, lest they run twice. The interpreter's may: every run of a
+    kernel has memory of its own. (A compiled kernel has none.)"""
+    allowed = effects.EffectTypeSet()
+    for effect in (*effects.remat_allowed_effects._effect_types, callback.IOEffect, callback.OrderedIOEffect):
+        allowed.add_type(effect)
+    monkeypatch.setattr(effects, "remat_allowed_effects", allowed)

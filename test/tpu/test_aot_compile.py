@@ -4,16 +4,19 @@ import functools
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cudnn_dsa_tpu import BlockSizes, SegmentIds, aot, bundles, ring_attention, splash_attention
+from cudnn_dsa_tpu import BlockSizes, SegmentIds, aot, attention, bundles, launch, ring_attention, splash_attention
 from cudnn_dsa_tpu.__main__ import main
 from cudnn_dsa_tpu.attention import RESIDUAL_NAMES
+from cudnn_dsa_tpu.block_sizes import resolve, vmem_bytes
 from cudnn_dsa_tpu.chips import CHIPS, current_chip
+from cudnn_dsa_tpu.contracts import check_attention
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed (extra tpu-aot)")
 
@@ -82,8 +85,7 @@ def test_ragged_tails_compile(tail, fused):
 
 @pytest.mark.parametrize(("policy", "kernels"), [("nothing", 3), ("named", 2)])
 def test_checkpoint(policy, kernels):
-    """Under jax.checkpoint the named residuals decide whether the forward kernel runs again. (Compiled rather than run:
-    jax.checkpoint refuses the interpreter's callbacks.)"""
+    """Under jax.checkpoint the named residuals decide whether the forward kernel runs again."""
     aot.prepare()
     policies = jax.checkpoint_policies
     saved = policies.save_only_these_names(*RESIDUAL_NAMES) if policy == "named" else policies.nothing_saveable
@@ -123,20 +125,27 @@ def ring_program(ring, *, backward, bidirectional=False, heads=8, length=2048, d
     return aot.compile_for(mesh, both, *((x, spec),) * 4)
 
 
-def test_ring_forward_overlaps():
+RINGS = [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_ring_forward_overlaps(ring):
     """Every hop's permutes start before a kernel and are awaited after it; none is awaited before the first kernel."""
-    assert aot.overlap(ring_program(4, backward=False).as_text()) == "SSKDDSSKDDSSKDDK"
+    order = aot.overlap(ring_program(ring, backward=False).as_text())
+    assert order == "SSKDD" * (ring - 1) + "K"
 
 
-def test_ring_backward_overlaps():
-    """All transfers but the sums' last way home run beside a kernel."""
-    order = aot.overlap(ring_program(4, backward=True).as_text())
-    assert order.count("K") == 8
-    hops = order[: order.rindex("K") + 1].split("K")
-    assert "D" not in hops[0]
-    assert all(part.rfind("D") < part.find("S") or "S" not in part or "D" not in part for part in hops), order
-    after = order[order.rindex("K") + 1 :]
-    assert after.count("S") <= 2, order
+@pytest.mark.parametrize("ring", RINGS)
+def test_ring_backward_overlaps(ring):
+    """Every transfer starts before a kernel and is awaited behind it, the sums' last way home too."""
+    order = aot.overlap(ring_program(ring, backward=True).as_text())
+    assert order.count("K") == 2 * ring + 1
+    assert order.count("S") == order.count("D") == 6 * (ring - 1)
+    parts = order.split("K")
+    assert "D" not in parts[0], order
+    # Within a part no transfer is awaited after one was started, so what is awaited started before an earlier kernel.
+    assert all("D" not in part[part.find("S") :] for part in parts if "S" in part), order
+    assert "S" not in parts[-1], order
 
 
 def test_ring_of_one_does_not_communicate():
@@ -166,6 +175,77 @@ def test_bundles_against_jax_splash():
             ratios[line.split(":")[0]] = float(line.split("=")[1].split()[0])
     assert ratios["forward"] <= 0.95
     assert ratios["backward"] <= 0.92
+
+
+def compile_kernels(chip, shape, dtype, sizes, limit):
+    """Forward and fused backward with so many bytes of vector memory, in all."""
+
+    def both(q, k, v, dout):
+        out, pullback = jax.vjp(functools.partial(splash_attention, block_sizes=sizes, interpret=False), q, k, v)
+        return out, pullback(dout)
+
+    aot.prepare()
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "current_chip", lambda: CHIPS["v6e"])  # which refuses nothing that is compiled here
+        patch.setattr(launch, "current_chip", lambda: types.SimpleNamespace(vmem_limit_bytes=limit))
+        x = (jax.ShapeDtypeStruct(shape, dtype), P())
+        aot.compile_for(aot.topology_mesh(chip), both, x, x, x, x)
+
+
+def estimate(shape, dtype, sizes):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    problem = check_attention(x, x, x, scale=None, orig_q_seq_len=None, orig_kv_seq_len=None)
+    needs = vmem_bytes(sizes, problem)
+    return max(needs["block_q x block_kv"], needs["block_q_dkv x block_kv_dkv"])
+
+
+SIZES = [
+    ("v6e", 128, "bfloat16", BlockSizes(512, 512)),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("v6e", 128, "bfloat16", BlockSizes(1024, 1024, 512)),
+            ("v6e", 128, "bfloat16", BlockSizes(512, 2048, 256)),
+            ("v6e", 256, "float32", BlockSizes(256, 1024, 512)),
+            ("v5e", 128, "float32", BlockSizes(512, 512)),
+            ("v5p", 256, "bfloat16", BlockSizes(512, 1024, 512)),
+            ("v4", 128, "float32", BlockSizes(256, 512)),
+            ("tpu7x", 256, "float32", BlockSizes(256, 512)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("chip", "head_dim", "dtype", "sizes"), SIZES)
+def test_estimated_vector_memory_suffices_and_is_needed(chip, head_dim, dtype, sizes):
+    """With the estimate as its limit the compiler is content, with less than a half of it not."""
+    shape = (2, 4096, head_dim)
+    need = estimate(shape, dtype, sizes)
+    compile_kernels(CHIPS[chip], shape, dtype, sizes, need)
+    with pytest.raises(Exception, match=r"(?i)vmem"):
+        compile_kernels(CHIPS[chip], shape, dtype, sizes, need * 0.45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "head_dim", "dtype"), [
+    ("v4", 128, "bfloat16"), ("v4", 256, "float32"), ("v5p", 256, "float32"), ("tpu7x", 256, "float32"),
+])  # fmt: skip
+def test_auto_compiles_where_memory_is_short(chip, head_dim, dtype):
+    shape = (2, 5000, head_dim)
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    problem = check_attention(x, x, x, scale=None, orig_q_seq_len=None, orig_kv_seq_len=None)
+    sizes = resolve("auto", problem, CHIPS[chip])
+    compile_kernels(CHIPS[chip], shape, dtype, sizes, CHIPS[chip].vmem_limit_bytes)
+
+
+@pytest.mark.slow
+def test_what_is_refused_does_not_compile():
+    shape, sizes = (2, 8192, 128), BlockSizes(2048, 1024, 512)
+    chip = CHIPS["v4"]
+    assert estimate(shape, "bfloat16", sizes) > chip.vmem_limit_bytes
+    with pytest.raises(Exception, match=r"(?i)vmem"):
+        compile_kernels(chip, shape, "bfloat16", sizes, chip.vmem_limit_bytes)
 
 
 def test_missing_compiler_is_said_clearly(monkeypatch, capsys):

@@ -122,7 +122,7 @@ def test_breakage_one_slot():
 
 def slot_gradient(q, k, v, dout, slots):
     """dq by the fused kernel with any number of slots, which the public interface would refuse."""
-    from cudnn_dsa_tpu.attention import delta_rows, lse_to_base2
+    from cudnn_dsa_tpu.attention import delta_rows, lse_rows
     from cudnn_dsa_tpu.backward import Gradients, Operands, backward
 
     problem = check_attention(q, k, v, scale=None, orig_q_seq_len=None, orig_kv_seq_len=None)
@@ -130,7 +130,7 @@ def slot_gradient(q, k, v, dout, slots):
     operands = Operands(
         q=q,
         dout=dout,
-        lse=lse_to_base2(jnp.asarray(want.lse, jnp.float32)),
+        lse=lse_rows(jnp.asarray(want.lse / np.log(2), jnp.float32)),
         delta=delta_rows(jnp.asarray(want.out, jnp.float32), dout)[:, None, :],
         k=k,
         v=v,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from cudnn_dsa.contracts import ContractError
 from cudnn_dsa_tpu import BlockSizes, local_seq_len, ring_attention
+from cudnn_dsa_tpu.attention import RESIDUAL_NAMES
 
 SMALL = BlockSizes(block_q=128, block_kv=128)
 
@@ -103,6 +104,15 @@ CASES = [
 def test_outputs_and_gradients(devices, case):
     result, want = run(devices, **case)
     tpu_oracle.assert_close(result, want, case.get("dtype", "float32"))
+
+
+@pytest.mark.usefixtures("checkpoint_of_interpreted_kernels")
+@pytest.mark.parametrize("policy", ["nothing", "named"])
+def test_checkpoint(devices, policy):
+    policies = jax.checkpoint_policies
+    saved = policies.save_only_these_names(*RESIDUAL_NAMES) if policy == "named" else policies.nothing_saveable
+    result, want = run(devices, ring=2, q_len=40, kv_len=60, pad=3, garbage=NAN, checkpoint=saved)
+    tpu_oracle.assert_close(result, want, "float32")
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])

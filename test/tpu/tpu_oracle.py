@@ -20,17 +20,25 @@ class Expected(NamedTuple):
     dsink_scale: float | None  # root of the sum of the squared terms of dsink, which may cancel in the sum
 
 
-def attention(q, k, v, dout, *, scale=None, ids=None, sink=None, dlse=None) -> Expected:
+def attention(q, k, v, dout, *, scale=None, ids=None, sink=None, dlse=None, fp32=False) -> Expected:
     """Everything about one attention call, in float64. Shapes as in ``splash_attention``; a row without keys is zero.
 
-    The gradients are those of sum(out * dout) + sum(lse * dlse).
+    The gradients are those of sum(out * dout) + sum(lse * dlse). ``fp32``: what
+    no fp32 kernel avoids is rounded, for a measure of it: the logits of both passes, whose products are summed in two
+    different orders; dP; out and rowsum(out * dout). All the rest stays exact.
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     heads, kv_heads = len(q), len(k)
     group = heads // kv_heads
     keys, values = np.repeat(k, group, axis=0), np.repeat(v, group, axis=0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = scale * np.einsum("hsd,htd->hst", q, keys)
+    logits = again = scale * (_fp32_product(q, keys) if fp32 else np.einsum("hsd,htd->hst", q, keys))
+    if fp32:
+        logits, again = (
+            logits.astype(np.float32),
+            (scale * _fp32_product(q[..., ::-1], keys[..., ::-1])).astype(np.float32),
+        )
+        logits, again = logits.astype(np.float64), again.astype(np.float64)
     if ids is not None:
         logits = np.where(np.asarray(ids[0])[:, None] == np.asarray(ids[1])[None, :], logits, -np.inf)
     columns = logits
@@ -47,8 +55,11 @@ def attention(q, k, v, dout, *, scale=None, ids=None, sink=None, dlse=None) -> E
     p = p_all[..., : logits.shape[-1]]
     out = p @ values
 
-    dp = np.einsum("hsd,htd->hst", dout, values)
+    dp = _fp32_product(dout, values) if fp32 else np.einsum("hsd,htd->hst", dout, values)
     inner = (p * dp).sum(axis=-1, keepdims=True)  # the sink column has dP = 0
+    if fp32:
+        inner = np.cumsum((out * dout).astype(np.float32), axis=-1, dtype=np.float32)[..., -1:].astype(np.float64)
+        p = np.exp(again - lse[..., None])
     slope = 0.0 if dlse is None else np.asarray(dlse, np.float64)[..., None]
     ds = p * (dp - inner + slope)
     dq = scale * ds @ keys
@@ -63,6 +74,14 @@ def attention(q, k, v, dout, *, scale=None, ids=None, sink=None, dlse=None) -> E
     if sink_terms is None:
         return Expected(out, lse, *grads, None, None)
     return Expected(out, lse, *grads, sink_terms.sum(axis=(1, 2)), float(np.linalg.norm(sink_terms)))
+
+
+def _fp32_product(a, b) -> np.ndarray:
+    """a b^T of [H, S, D] and [H, T, D] in fp32, terms added one after the other; as float64."""
+    total = np.zeros((*a.shape[:2], b.shape[1]), np.float32)
+    for d in range(a.shape[-1]):
+        total += a[:, :, None, d].astype(np.float32) * b[:, None, :, d].astype(np.float32)
+    return total.astype(np.float64)
 
 
 def relative_error(actual, expected, floor: float = 0.0) -> float:
