@@ -125,7 +125,9 @@ WRONG = {
     "the rotary columns": ("backward", lambda t: t.dq[..., 512:].neg_()),
     "one NaN": ("backward", lambda t: t.dkv[3, 3].fill_(float("nan"))),
     "an unwritten sink gradient": ("backward", lambda t: t.d_sink[2].fill_(float("nan"))),
-    "a sink gradient of bf16": ("backward", lambda t: t.d_sink.copy_(t.d_sink.bfloat16())),
+    "a sink gradient two in a thousand off": ("backward", lambda t: t.d_sink.mul_(1.002)),
+    "the second query of one CTA of four": ("backward", lambda t: t.dq[7].mul_(1.5)),
+    "the third query of a CTA": ("forward", lambda t: t.out[8].zero_()),
     "a tile of columns": ("forward", lambda t: t.out[..., 64:128].zero_()),
     "an lse in base 2": ("forward", lambda t: t.lse.mul_(1.4427)),
     "an lse of +inf for the empty row": ("forward", lambda t: t.lse.neg_() if t.lse.isinf().any() else None),
@@ -136,7 +138,10 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_refused_and_says_what_differed(name: str) -> None:
     direction, change = WRONG[name]
-    with install(SimpleNamespace(kind="a device")), pytest.raises(UnsupportedError, match="allowed: ") as caught:
+    with (
+        install(SimpleNamespace(kind="a device", multiprocessors=4)),
+        pytest.raises(UnsupportedError, match="allowed: ") as caught,
+    ):
         selftest.ensure(_wrong(change), problem(direction))
     assert "kernels that compute what the reference does on a device" in str(caught.value)
     (verdict,) = selftest.verdicts()
@@ -151,13 +156,15 @@ def test_what_a_kernel_does_not_write_is_found() -> None:
 
 def test_a_verdict_is_remembered_by_device_kind_and_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    monkeypatch.setattr(selftest, "compare", lambda b, p: compared.append(b.fingerprint(p)) or {"dq": errors[-1]})
+    monkeypatch.setattr(
+        selftest, "compare", lambda b, p, repeats: compared.append(b.fingerprint(p)) or {"dq": errors[-1]}
+    )
     errors = [0.0]
     fingerprints = ["first"]
     tested = Fake(fingerprint=lambda p: fingerprints[-1], __name__="tested")
 
     def ensure(kind: str, passes: bool = True) -> None:
-        with install(SimpleNamespace(kind=kind)):
+        with install(SimpleNamespace(kind=kind, multiprocessors=4)):
             if passes:
                 selftest.ensure(tested, problem("backward"))
             else:

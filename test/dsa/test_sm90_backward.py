@@ -214,7 +214,7 @@ NO_WAIT = "setp.eq.u32 P1, 0, 0;"
 WAITS = 19  # of D = 512 with bf16, in the order of the PTX
 IMPLIED = {
     1: "the first tile of a query's rows: Q is free only when the tiles of the query before it are",
-    13: "the other warps' part of dS: the emulator starts a wgmma once all four warps have come, hardware does not",
+    13: "the other warps' part of dS: each warp of a wgmma reads its own rows of A, which the PTX ISA does not promise",
     15: "Q and dO in the dkv warpgroup: P comes later",
 }
 
