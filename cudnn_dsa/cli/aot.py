@@ -89,9 +89,9 @@ def _spec(*shape: int, dtype: str) -> TensorSpec:
 
 def _sources(wanted: list[Problem], arch: str) -> Iterator[Source]:
     """The kernels of those of the problems that the target's backend runs."""
-    match = re.fullmatch(r"sm_(\d+)\d[af]", arch)
+    match = re.fullmatch(r"(sm_\d+)\d[af]", arch)
     assert match is not None
-    name = backends.AUTO_BY_CAPABILITY[int(match[1])][0]
+    name = {"sm_9": "sm90", "sm_10": "sm100"}[match[1]]
     try:
         backend: Any = backends.load(name)
     except RuntimeError as error:
