@@ -202,7 +202,8 @@ def test_hostile_logits():
 def test_logits_that_nearly_cancel(amplitude, above):
     """Keys with much in common, so that the logits of a query are large and close: an fp32 logit of 430 is off by more
     than 1e-5 however it is computed, and so is its weight. Where it is above 1e-5, the bound is what remains when only
-    that which no fp32 kernel avoids is rounded, and the rest is float64 (``tpu_oracle.attention(fp32=True)``).
+    what a flash backward in fp32 rounds by construction is rounded (it computes the logits again, in another order than
+    the forward that gave lse and out), and the rest is float64 (``tpu_oracle.attention(fp32=True)``).
     """
     case = Case(128, 300)
     inputs = make_inputs(case)

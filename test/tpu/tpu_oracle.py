@@ -23,8 +23,8 @@ class Expected(NamedTuple):
 def attention(q, k, v, dout, *, scale=None, ids=None, sink=None, dlse=None, fp32=False) -> Expected:
     """Everything about one attention call, in float64. Shapes as in ``splash_attention``; a row without keys is zero.
 
-    The gradients are those of sum(out * dout) + sum(lse * dlse). ``fp32``: what
-    no fp32 kernel avoids is rounded, for a measure of it: the logits of both passes, whose products are summed in two
+    The gradients are those of sum(out * dout) + sum(lse * dlse). ``fp32``: what a flash backward in fp32 rounds
+    by construction is rounded, for a measure of it: the logits of both passes, whose products are summed in two
     different orders; dP; out and rowsum(out * dout). All the rest stays exact.
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
