@@ -292,10 +292,13 @@ class _Partial(NamedTuple):
 
     def merge(self, other: _Partial) -> _Partial:
         """Attention to the keys of both. The exponents are differences to the larger logsumexp, at most zero."""
-        lse = jnp.logaddexp2(self.lse, other.lse)
-        finite = jnp.where(jnp.isneginf(lse), 0.0, lse)  # no keys on either side: weights 2^(-inf - 0) = 0
-        a, b = jnp.exp2(self.lse - finite), jnp.exp2(other.lse - finite)
-        return _Partial(self.out * a[..., None] + other.out * b[..., None], lse)
+        top = jnp.maximum(self.lse, other.lse)
+        top = jnp.where(jnp.isneginf(top), 0.0, top)  # no keys on either side: weights 2^(-inf - 0) = 0
+        a, b = jnp.exp2(self.lse - top), jnp.exp2(other.lse - top)
+        # Divided by their own sum, not by 2^lse: an lse of hundreds is rounded by more than a weight may be off.
+        total = a + b
+        out = (self.out * a[..., None] + other.out * b[..., None]) / jnp.where(total == 0.0, 1.0, total)[..., None]
+        return _Partial(out, top + jnp.log2(total))
 
 
 class _Sums(NamedTuple):
