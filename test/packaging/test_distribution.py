@@ -1,5 +1,6 @@
 """The three ways to have the package: a checkout, an editable install, a wheel."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -29,7 +30,11 @@ def python(code, cwd, path=None):
 def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"SKIP_EXTENSION": "1"})
+    # Builds write into the checkout's build/, and another worker may want the wheel too: one at a time.
+    lock = tmp_path_factory.getbasetemp().parent / "wheel.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"SKIP_EXTENSION": "1"})
     (path,) = out.glob("*.whl")
     return path
 
