@@ -20,7 +20,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from cudnn_dsa.contracts.errors import ContractError, UnsupportedError
-from cudnn_dsa.contracts.sparse_attention import Problem
+from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,20 @@ class Backend(Protocol):
     def fingerprint(self, problem: Problem) -> str | None: ...
     def forward(self, problem: Problem, tensors: ForwardTensors, workspace: Any, stream: Any) -> None: ...
     def backward(self, problem: Problem, tensors: BackwardTensors, workspace: Any, stream: Any) -> None: ...
+
+
+def unsupported_on_cuda(problem: Problem) -> str | None:
+    """What none of this project's CUDA kernels runs, or None: the part of ``supports`` that they share."""
+    p = problem
+    if p.q_cluster_mode != "off":
+        return "queries are not clustered here"
+    if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
+        return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
+    if p.dtype not in CUDA_DTYPES:
+        return f"bfloat16 and float16, not {p.dtype}"
+    if p.s_q * p.heads > INT32_MAX:
+        return "S_q * H is at most 2**31 - 1: tiles of queries and heads are counted in int32"
+    return None
 
 
 def load(name: str) -> Backend:

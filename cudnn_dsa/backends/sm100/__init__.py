@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn_dsa import artifact
-from cudnn_dsa.backends import BackwardTensors, ForwardTensors
-from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors, unsupported_on_cuda
+from cudnn_dsa.contracts.sparse_attention import Problem
 
 MAJOR_CAPABILITY = 10
 
@@ -21,16 +21,7 @@ def unavailable(device: str) -> str | None:
 
 
 def supports(problem: Problem) -> str | None:
-    p = problem
-    if p.q_cluster_mode != "off":
-        return "queries are not clustered here"
-    if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
-        return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
-    if p.dtype not in CUDA_DTYPES:
-        return f"bfloat16 and float16, not {p.dtype}"
-    if p.s_q * p.heads > INT32_MAX:
-        return "S_q * H is at most 2**31 - 1: tiles of queries and heads are counted in int32"
-    return None
+    return unsupported_on_cuda(problem)
 
 
 def workspace_bytes(problem: Problem) -> int:

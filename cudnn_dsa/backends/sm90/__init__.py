@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn_dsa import artifact
-from cudnn_dsa.backends import BackwardTensors, ForwardTensors
-from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors, unsupported_on_cuda
+from cudnn_dsa.contracts.sparse_attention import INT32_MAX, Problem
 
 MAJOR_CAPABILITY = 9
 # Of the fp32 dkv: the reduction's offsets are int32, in vectors of four.
@@ -25,19 +25,11 @@ def unavailable(device: str) -> str | None:
 
 def supports(problem: Problem) -> str | None:
     p = problem
-    if p.q_cluster_mode != "off":
-        return "queries are not clustered here"
     if p.deterministic and p.direction == "backward":
         return "dkv is summed by atomics, in no fixed order"
-    if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
-        return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
-    if p.dtype not in CUDA_DTYPES:
-        return f"bfloat16 and float16, not {p.dtype}"
-    if p.s_q * p.heads > INT32_MAX:
-        return "S_q * H is at most 2**31 - 1: tiles of queries and heads are counted in int32"
     if p.s_kv * p.head_dim > MAX_DKV_ELEMENTS:
         return "S_kv * D is at most 4 * (2**31 - 1): the reduction's offsets are int32"
-    return None
+    return unsupported_on_cuda(problem)
 
 
 def workspace_bytes(problem: Problem) -> int:

@@ -14,8 +14,8 @@ import importlib.util
 import os
 from typing import Any
 
-from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability
-from cudnn_dsa.contracts.sparse_attention import CUDA_DTYPES, CUDA_HEAD_DIM_V, CUDA_HEAD_DIMS, INT32_MAX, Problem
+from cudnn_dsa.backends import BackwardTensors, ForwardTensors, device_capability, unsupported_on_cuda
+from cudnn_dsa.contracts.sparse_attention import Problem
 
 MINIMUM_CAPABILITY = (8, 0)
 
@@ -34,16 +34,7 @@ def unavailable(device: str) -> str | None:
 
 
 def supports(problem: Problem) -> str | None:
-    p = problem
-    if p.q_cluster_mode != "off":
-        return "queries are not clustered here"
-    if p.head_dim not in CUDA_HEAD_DIMS or p.head_dim_v != CUDA_HEAD_DIM_V:
-        return f"head_dim 512 or 576 with a value dimension of 512, not {p.head_dim} with {p.head_dim_v}"
-    if p.dtype not in CUDA_DTYPES:
-        return f"bfloat16 and float16, not {p.dtype}"
-    if p.s_q * p.heads > INT32_MAX:
-        return "S_q * H is at most 2**31 - 1: a launch has one program per query and tile of heads"
-    return None
+    return unsupported_on_cuda(problem)
 
 
 def workspace_bytes(problem: Problem) -> int:
